@@ -20,6 +20,7 @@ import mmap
 import os
 import select
 import threading
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
@@ -46,6 +47,9 @@ _SLOWEST = 100e6
 
 _FEW = 64
 
+_NEVER_IDLE = deque[Ticket](maxlen=0)
+"""Of frames that live only while they are in use."""
+
 
 class _Wait(NamedTuple):
     """What a parent waits for: a byte, or the end of the child that would write it."""
@@ -68,7 +72,7 @@ class Forks:
     def __init__(self) -> None:
         self._numbers = count()
         self._most = _FEW
-        self._frames: dict[int, tuple[ref[Frame], ref[Iterable[Ticket]]]] = {}
+        self._frames: dict[int, tuple[ref[Frame], ref[deque[Ticket]]]] = {}
         self._waits: dict[int, _Wait] = {}
         self.held: dict[int, list[Frame]] = {}
         os.register_at_fork(
@@ -77,8 +81,8 @@ class Forks:
             after_in_child=self._after_in_child,
         )
 
-    def add(self, frame: Frame, idle: Iterable[Ticket]) -> None:
-        """Register a new frame, whose ticket is in `idle` when it is not in use."""
+    def add(self, frame: Frame, idle: deque[Ticket] = _NEVER_IDLE) -> None:
+        """Register a new frame, which is in `idle` when it is not in use."""
         # The end of an array runs no Python code, so those that are gone are looked for now and then.
         if len(self._frames) > self._most:
             # A copy is one step; to list the items makes objects, which may let other threads in between.
@@ -138,7 +142,7 @@ def forks() -> Forks:
     return Forks()
 
 
-def _used(frames: Iterable[tuple["ref[Frame]", "ref[Iterable[Ticket]]"]]) -> list[tuple[int, int]]:
+def _used(frames: Iterable[tuple["ref[Frame]", "ref[deque[Ticket]]"]]) -> list[tuple[int, int]]:
     """Where the memory of frames begins and ends that are in use."""
     places = []
     for known, waiting in frames:

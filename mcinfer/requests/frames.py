@@ -22,7 +22,6 @@ from mcinfer.protocol import TensorRef
 from mcinfer.requests.tensors import Layout
 from mcinfer.sharding import Cut
 from mcinfer.shm.arena import Slot
-from mcinfer.shm.block import Block
 from mcinfer.specs import ModelSpec
 
 Views = tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...]
@@ -68,13 +67,13 @@ class Lease:
     Python code, so no signal's handler can interrupt it.
 
     Attributes:
-        block: The mapping, where only leases hold it: a worker's own block.
+        frame: Of a worker's own block: the lease alone holds it.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "block", "ticket")
+    __slots__ = ("__array_interface__", "__weakref__", "frame", "ticket")
 
     __array_interface__: dict[str, Any]
-    block: Block
+    frame: Frame
     ticket: Ticket
 
 

@@ -10,19 +10,19 @@ A block's descriptor comes once, and the block is mapped once: in steady traffic
 nothing is copied.
 
 Ownership: a block belongs to the worker, or to the holders of its lease, never to both. So what a view shows
-does not change. What the worker need not keep for later answers is closed on both sides. Views may end in any
-thread; the loop's thread does the rest.
+does not change. What the worker need not keep for later answers is closed on both sides. A lease holds the
+mapping, also after the worker's end. Views may end in any thread; the loop's thread does the rest.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import TensorRef
 from mcinfer.requests.forks import forks
-from mcinfer.requests.frames import Frame, Lease, Ticket
-from mcinfer.requests.planner import lease, make_frame
+from mcinfer.requests.frames import Lease, Ticket
+from mcinfer.requests.planner import make_frame
 from mcinfer.shm.arena import Slot
 from mcinfer.shm.block import Block
 
@@ -32,29 +32,36 @@ MOST_BYTES = 64 << 20
 later answers. Each block takes a descriptor on both sides."""
 
 
+class _Ticket(Ticket):
+    """Notices the end of a lease of a block, and holds no memory."""
+
+    __slots__ = ("number", "size")
+
+    number: int
+    size: int
+
+
 class LentBlocks:
-    """The blocks of one worker. To iterate over it gives the tickets of those that are not in use.
+    """The blocks of one worker.
 
     Args:
         receive: Maps a block that the worker has handed over; its exceptions come through.
 
     Attributes:
         ended: Leases whose holders are gone, until `take_back`.
+        lost: Blocks that the worker has handed over in vain, until `take_back`.
         size: Bytes of all blocks.
     """
 
     def __init__(self, receive: Callable[[int], Block]) -> None:
-        self.ended: deque[Ticket] = deque()
+        self.ended: deque[_Ticket] = deque()
+        self.lost: list[int] = []
         self.size = 0
         self._receive = receive
-        self._blocks: dict[int, tuple[Block, Frame]] = {}
-        self._kept: dict[int, Ticket] = {}  # which the worker may fill
+        self._blocks: dict[int, Slot] = {}
+        self._kept: set[int] = set()  # which the worker may fill
         self._kept_bytes = 0
-        self._lost: list[int] = []  # which it has handed over in vain
         self._forks = forks()
-
-    def __iter__(self) -> Iterator[Ticket]:
-        return iter([*self.ended.copy(), *self._kept.copy().values()])
 
     @property
     def is_crowded(self) -> bool:
@@ -65,7 +72,7 @@ class LentBlocks:
     @property
     def used(self) -> int:
         """Bytes of the blocks that users hold."""
-        return self.size - sum(ticket.frame.slot.size for ticket in self)
+        return self.size - self._kept_bytes - sum(ticket.size for ticket in self.ended.copy())
 
     def lease(self, number: int) -> Lease:
         """Lease a block that the worker has filled.
@@ -74,31 +81,36 @@ class LentBlocks:
             ProtocolError: The worker has not handed over such a block, or was not given it back.
             OSError: This process has no descriptor or memory left.
         """
-        found = self._blocks.get(number)
-        if found is None:
-            found = self._add(number)
-        elif self._kept.pop(number, None) is None:
+        slot = self._blocks.get(number)
+        if slot is None:
+            slot = self._add(number)
+        elif number not in self._kept:
             raise ProtocolError(f"block {number} is filled again, and was not given back")
         else:
-            self._kept_bytes -= found[0].size
-        block, frame = found
-        held = lease(frame, self.ended)
-        held.block = block
+            self._kept.remove(number)
+            self._kept_bytes -= slot.size
+        # The lease alone holds the frame: as long as a fork finds it, it is in use, and mapped.
+        frame = make_frame(slot)
+        self._forks.add(frame)
+        held = Lease()
+        held.__array_interface__ = frame.interface
+        held.frame = frame
+        held.ticket = ticket = _Ticket(held, self.ended.append)
+        ticket.number, ticket.size = number, slot.size
         return held
 
-    def _add(self, number: int) -> tuple[Block, Frame]:
+    def _add(self, number: int) -> Slot:
         """Map a block when an answer lies in it for the first time."""
         try:
             block = self._receive(number)
         except OSError:
-            self._lost.append(number)
+            self.lost.append(number)
             raise
         block.close()  # the mapping stays
-        frame = make_frame(Slot(number, 0, block.size, block.address, None))
-        self._forks.add(frame, self)
-        self._blocks[number] = block, frame
-        self.size += block.size
-        return block, frame
+        size = block.size
+        slot = self._blocks[number] = Slot(number, 0, size, block.address, block.memory(0, size))
+        self.size += size
+        return slot
 
     def give_up(self, outputs: Sequence[TensorRef]) -> None:
         """Let go of an answer that no request takes."""
@@ -109,20 +121,20 @@ class LentBlocks:
 
     def take_back(self) -> tuple[int, list[int]]:
         """The number of a block that the worker may fill again, or 0, and of those that it is to close."""
-        closed, self._lost = self._lost, []
+        closed, self.lost = self.lost, []
         while self.ended:
             ticket = self.ended.popleft()
             if self._forks.held:  # after it was taken: so its views ended before the fork
                 self.ended.appendleft(ticket)
                 break
-            slot = ticket.frame.slot
-            if len(self._kept) < MOST_BLOCKS and self._kept_bytes + slot.size <= MOST_BYTES:
-                self._kept[slot.block] = ticket
-                self._kept_bytes += slot.size
-                return slot.block, closed
-            del self._blocks[slot.block]
-            self.size -= slot.size
-            closed.append(slot.block)
+            number, size = ticket.number, ticket.size
+            if len(self._kept) < MOST_BLOCKS and self._kept_bytes + size <= MOST_BYTES:
+                self._kept.add(number)
+                self._kept_bytes += size
+                return number, closed
+            del self._blocks[number]
+            self.size -= size
+            closed.append(number)
         return 0, closed
 
     def close(self) -> None:

@@ -189,9 +189,9 @@ class HostPlace:
     def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> NDArray[Any]:
         """An array of undefined content, in memory that workers read in place."""
         (slot,) = self.allocate([prod(shape) * spec.dtype.itemsize], timeout)
-        frame, idle = make_frame(slot), deque[Ticket](maxlen=0)
-        self._forks.add(frame, idle)
-        memory = np.asarray(cast("Any", lease(frame, idle)))
+        frame = make_frame(slot)
+        self._forks.add(frame)
+        memory = np.asarray(cast("Any", lease(frame, deque(maxlen=0))))
         return np.ndarray(shape, spec.dtype, memory)
 
     def lease(

@@ -269,7 +269,7 @@ class Connections:
             gang.weights = given | {weights.number}
         if len(members) == 1:
             returned = 0
-            if gang.blocks.ended:
+            if gang.blocks.ended or gang.blocks.lost:
                 returned, closed = gang.blocks.take_back()
                 for number in closed:
                     self.transport.send(gang.peers, encode(Detach(block=number)))

@@ -1,5 +1,6 @@
 """Outputs whose shapes only the run knows: views of blocks that workers make, and that come back to them."""
 
+import errno
 import os
 import signal
 from collections.abc import Sequence
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Limits, Master
 from mcinfer.errors import PredictError
+from mcinfer.shm.block import Block
 from tests.open_descriptors import descriptors
 from tests.process.models import OnnxModel
+from tests.process.scripts import PREAMBLE, run
 
 PICK = """
 <ir_version: 8, opset_import: ["": 18]>
@@ -134,6 +137,46 @@ def test_results_outlive_a_worker_that_is_killed(onnx_model: OnnxModel) -> None:
         np.testing.assert_array_equal(y, X[:, [0, 1]])
         del y
         assert len(descriptors()) <= before + 3  # of the blocks that the new worker has
+
+
+def test_results_of_a_worker_that_has_ended_are_the_childs_own(onnx_model: OnnxModel) -> None:
+    text = """
+import gc
+def pick(columns):
+    inputs = {"x": np.eye(3, dtype=np.float32), "i": np.array(columns, np.int64)}
+    return master.predict(inputs)["y"]
+with mcinfer.Master(sys.argv[1], 1) as master:
+    dropped, kept = pick([0, 1]), pick([2])
+del master
+gc.collect()
+del dropped
+child = os.fork()
+if not child:
+    kept[:] = 5
+    os._exit(int(kept.sum()))
+say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), kept.tolist())
+"""
+    ended = run(PREAMBLE + text, onnx_model(COLUMNS))
+    expected = "15 [[0.0], [0.0], [1.0]]\n"
+    assert (ended.status, ended.out, ended.err) == (0, expected, "")
+
+
+def test_worker_closes_the_blocks_of_answers_that_could_not_be_taken(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(number: int, size: int, fd: int) -> Block:
+        os.close(fd)
+        raise OSError(errno.ENFILE, f"no room for {size} bytes of block {number}")
+
+    with Master(onnx_model(COLUMNS), 1) as master, monkeypatch.context() as patch:
+        [worker] = master.statistics().workers
+        patch.setattr(Block, "attach", fail)
+        for _ in range(20):
+            with pytest.raises(PredictError, match="cannot take the answer"):
+                master.predict(picked([0]))
+        maps = Path(f"/proc/{worker.pid}/maps").read_text(encoding="utf-8")
+        # Of the arena, and of the last answer.
+        assert maps.count("memfd:mcinfer") <= 2
 
 
 def test_random_numbers_are_drawn_once_for_each_request(onnx_model: OnnxModel) -> None:
