@@ -112,7 +112,7 @@ class Turns(WorkerTransport):
 
     def receive(self) -> bytes | None:
         with self._lock:
-            if self._rings:
+            if self._rings and not self._ended:
                 self._rings = False
                 os.eventfd_read(self._bell)
             return self._transport.receive()
@@ -121,8 +121,10 @@ class Turns(WorkerTransport):
         return self._transport.may_receive()
 
     def _end(self) -> None:
-        self._ended = True
-        os.eventfd_write(self._bell, 1)  # the thread that has the turn waits
+        # Under the lock, so that the thread that has the turn does not silence the bell, and wait.
+        with self._lock:
+            self._ended = True
+            os.eventfd_write(self._bell, 1)
         self.pass_on()
 
     def close(self) -> None:
