@@ -7,8 +7,9 @@ that is malformed, or that the table does not allow, raises `ProtocolError` and 
 PREDICT and REPLY have a head of fixed size instead, whose first byte is the message's id (no map of
 MessagePack begins with it), and a body in MessagePack:
 
-* PREDICT: `PREDICT_HEAD`, then the inputs' and the outputs' references. The body is the same for all requests
-  whose tensors lie in the same places, so a worker decodes and checks it once.
+* PREDICT: `PREDICT_HEAD`, the numbers of returned blocks, then the inputs' and the outputs' references. The
+  references are the same for all requests whose tensors lie in the same places, so a worker decodes and
+  checks them once.
 * REPLY: `REPLY_HEAD`, then the outputs' references, or nothing if all outputs are where PREDICT said.
 
 Ids 0 to 4 are those of the multi-card sample of MindSpore Lite. A tensor reference ``(name, element type,
@@ -71,9 +72,9 @@ _MAX_CARDS = 1024
 
 MAX_HELLO_BYTES = 512  # largest HELLO: from an unknown peer, nothing larger is read
 
-PREDICT_HEAD = struct.Struct("<BQIQI?q")
+PREDICT_HEAD = struct.Struct("<BQIQI?B")
 """Id, request, shard, version of the weights, bytes of the inputs' references, whether it may be wide, and
-the number of the block that is returned, or 0."""
+how many blocks are returned, whose numbers follow."""
 
 REPLY_HEAD = struct.Struct("<BQId?")  # id, request, shard, seconds, whether it was wide
 
@@ -206,7 +207,7 @@ class Predict(Message):
     """Master to worker: run this shard; if it may be `wide`, with the cores of all workers on the CPU.
 
     Outputs without a place, or that have another shape than it, come back in a block of the worker's own.
-    `returned` is such a block that it may fill again; 0 is none.
+    `returned` are the numbers of such blocks that it may fill again.
     """
 
     ID = PREDICT
@@ -214,7 +215,7 @@ class Predict(Message):
     shard: _Shard
     weights: _Count = 0
     wide: _Flag = False
-    returned: Annotated[int, is_block] = 0
+    returned: Annotated[tuple[int, ...], is_tuple_of(is_block)] = ()
     inputs: _References
     outputs: _References
 
@@ -422,9 +423,9 @@ def encode(message: Message) -> bytes:
     """
     if isinstance(message, Predict):
         inputs, outputs = _pack(message.inputs), _pack(message.outputs)
-        run = (PREDICT, message.request, message.shard, message.weights)
-        head = PREDICT_HEAD.pack(*run, len(inputs), message.wide, message.returned)
-        data = head + inputs + outputs
+        run, returned = (message.request, message.shard, message.weights), message.returned
+        head = PREDICT_HEAD.pack(PREDICT, *run, len(inputs), message.wide, len(returned))
+        data = head + encode_numbers(returned) + inputs + outputs
     elif isinstance(message, Reply):
         answer = (message.request, message.shard, message.seconds, message.wide)
         data = REPLY_HEAD.pack(REPLY, *answer)
@@ -520,6 +521,23 @@ def decode_reply_body(body: bytes) -> tuple[TensorRef, ...]:
     return _remembered_references(body) if len(body) <= MAX_REMEMBERED else _references(body)
 
 
+def encode_numbers(blocks: Sequence[int]) -> bytes:
+    """The numbers of returned blocks, at most 255, as they follow the head of a PREDICT."""
+    return struct.pack(f"<{len(blocks)}q", *blocks)
+
+
+def cut_numbers(count: int, data: bytes) -> tuple[tuple[int, ...], bytes]:
+    """So many numbers, as `encode_numbers` made them, and what follows.
+
+    Raises:
+        ProtocolError: There are not so many.
+    """
+    end = 8 * count
+    if len(data) < end:
+        raise ProtocolError(f"Predict: got {len(data)} bytes, expected {count} numbers of blocks")
+    return struct.unpack_from(f"<{count}q", data), data[end:]
+
+
 def encode_predict_joined(
     request: int,
     shard: int,
@@ -547,8 +565,8 @@ def decode(data: bytes) -> Message:
         ProtocolError: It is not a message of this protocol.
     """
     if data[:1] == _PREDICT_ID:
-        head, body = _head(Predict, PREDICT_HEAD, data)
-        request, shard, weights, size, wide, returned = head
+        (request, shard, weights, size, wide, count), body = _head(Predict, PREDICT_HEAD, data)
+        returned, body = cut_numbers(count, body)
         inputs, outputs = decode_body(body, size)
         return Predict(
             request=request,

@@ -122,7 +122,14 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         traceback=st.text(),
     ),
     Predict: st.builds(
-        Predict, request=COUNTS, shard=SHARDS, weights=COUNTS, inputs=REFERENCES, outputs=REFERENCES
+        Predict,
+        request=COUNTS,
+        shard=SHARDS,
+        weights=COUNTS,
+        wide=st.booleans(),
+        returned=st.lists(BLOCKS, max_size=255).map(tuple),
+        inputs=REFERENCES,
+        outputs=REFERENCES,
     ),
     Reply: st.builds(Reply, request=COUNTS, shard=SHARDS, outputs=REFERENCES, seconds=SECONDS),
     BuildFinish: st.builds(

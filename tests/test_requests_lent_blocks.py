@@ -56,13 +56,13 @@ def test_block_comes_back_once_its_last_view_is_gone(maker: Maker) -> None:
         maker.fill(-2, round_)
         view = np.asarray(lease)[5:10].reshape(5, 1)
         lease = None
-        assert lent.take_back() == (0, [])
+        assert lent.take_back() == ([], [])
         assert view.tolist() == [[round_]] * 5
         assert lent.used == lent.size == 4096
         del view
         assert lent.used == 0
-        assert lent.take_back() == (-2, [])
-        assert lent.take_back() == (0, [])
+        assert lent.take_back() == ([-2], [])
+        assert lent.take_back() == ([], [])
 
 
 def test_block_that_was_not_given_back_is_not_filled_again(maker: Maker) -> None:
@@ -97,11 +97,9 @@ def test_so_many_blocks_are_kept_and_the_others_are_closed(maker: Maker) -> None
         assert lent.is_crowded
         held.clear()
         assert not lent.is_crowded
-        kept = [lent.take_back() for _ in range(MOST_BLOCKS)]
-        assert all(number and not closed for number, closed in kept)
-        number, closed = lent.take_back()
-        assert number == 0
-        assert sorted([*closed, *(number for number, _ in kept)]) == sorted(numbers)
+        kept, closed = lent.take_back()
+        assert len(kept) == MOST_BLOCKS
+        assert sorted([*closed, *kept]) == sorted(numbers)
         assert lent.size == MOST_BLOCKS * 4096
         lent.close()
         maker.close()
@@ -115,9 +113,10 @@ def test_so_many_bytes_are_kept(maker: Maker) -> None:
     held.append(maker.lent.lease(-3))
     assert maker.lent.is_crowded
     del held[0]
-    assert maker.lent.take_back() == (-2, [])
+    assert not maker.lent.is_crowded
+    assert maker.lent.take_back() == ([-2], [])
     del held[0]
-    assert maker.lent.take_back() == (0, [-3])
+    assert maker.lent.take_back() == ([], [-3])
 
 
 def test_block_that_cannot_be_taken_is_closed() -> None:
@@ -128,14 +127,24 @@ def test_block_that_cannot_be_taken_is_closed() -> None:
     with pytest.raises(OSError, match="no descriptor"):
         lent.lease(-2)
     lent.give_up([("y", "float32", (1,), -3, 0), ("z", "float32", (1,), 5, 0)])
-    assert lent.take_back() == (0, [-2, -3])
+    assert lent.take_back() == ([], [-2, -3])
+
+
+def test_blocks_of_an_answer_that_could_not_be_taken_are_given_up_once(maker: Maker) -> None:
+    held = maker.lent.lease(-2)
+    maker.lent.give_up([("y", "float32", (1,), -2, 0), ("z", "float32", (1,), -3, 0)])
+    assert maker.lent.take_back() == ([-3], [])
+    del held
+    assert maker.lent.take_back() == ([-2], [])
+    maker.lent.give_up([("y", "float32", (1,), -3, 0)])  # which was filled again
+    assert maker.lent.take_back() == ([-3], [])
 
 
 def test_nothing_comes_back_while_a_process_forks(maker: Maker) -> None:
     maker.lent.lease(-2)
     forks().held[0] = []
     try:
-        assert maker.lent.take_back() == (0, [])
+        assert maker.lent.take_back() == ([], [])
     finally:
         del forks().held[0]
-    assert maker.lent.take_back() == (-2, [])
+    assert maker.lent.take_back() == ([-2], [])

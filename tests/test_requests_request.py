@@ -193,7 +193,7 @@ def test_output_of_more_than_the_shared_memory_may_have_is_an_os_error(worker: W
             request.take(0, replied(own), worker.lend, 0, arena.limit)
         assert caught.value.errno == errno.EFBIG
         del caught
-        assert worker.lent.take_back() == (-1, [])  # it goes back
+        assert worker.lent.take_back() == ([-1], [])  # it goes back
         own = worker.put(("u", np.ones(1 << 16, np.uint8)))
         request.take(0, replied(own), worker.lend, 0, arena.limit)
         assert request.value()["u"].shape == (1 << 16,)
@@ -210,9 +210,9 @@ def test_whole_answer_in_one_block_is_a_view_of_it_whether_or_not_it_was_seen_be
         u = request.value()["u"]
         assert u.tolist() == [0, 1, 2, 3, 4]
         assert is_leased(u)
-        assert worker.lent.take_back() == (0, [])  # it is in use
+        assert worker.lent.take_back() == ([], [])  # it is in use
         del request, u
-        assert worker.lent.take_back() == (-1, [])
+        assert worker.lent.take_back() == ([-1], [])
 
 
 def test_results_are_copied_where_many_are_held(arena: Arena, worker: Worker) -> None:
@@ -224,7 +224,7 @@ def test_results_are_copied_where_many_are_held(arena: Arena, worker: Worker) ->
         request.copies = True
         u = request.value()["u"]
         assert not is_leased(u)
-        assert worker.lent.take_back() == (-1, [])
+        assert worker.lent.take_back() == ([-1], [])
         assert u.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -236,7 +236,7 @@ def test_answer_to_a_settled_request_is_checked_not_kept(arena: Arena, worker: W
     right = answer(request, worker, 0, 2)
     request.settle(PredictError("late"))
     request.take(0, right, worker.lend, 0, LIMIT)
-    assert worker.lent.take_back() == (right[1][3], [])
+    assert worker.lent.take_back() == ([right[1][3]], [])
     with pytest.raises(PredictError, match="late"):
         request.result()
 

@@ -67,7 +67,7 @@ class LentBlocks:
     def is_crowded(self) -> bool:
         """Whether so many blocks are leased that results are to be copied."""
         held = len(self._blocks) - len(self._kept) - len(self.ended)
-        return held > MOST_BLOCKS or self.size - self._kept_bytes > MOST_BYTES
+        return held > MOST_BLOCKS or self.used > MOST_BYTES
 
     @property
     def used(self) -> int:
@@ -113,14 +113,16 @@ class LentBlocks:
         return slot
 
     def give_up(self, outputs: Sequence[TensorRef]) -> None:
-        """Let go of an answer that no request takes."""
+        """Let go of the blocks of an answer that no request takes, or that one could not take."""
         for number in {reference[3] for reference in outputs}:
-            if number is not None and number < 0:
+            is_taken = number in self._blocks and number not in self._kept
+            if number is not None and number < 0 and not (is_taken or number in self.lost):
                 with suppress(OSError):  # no descriptor is left here: the block is lost
                     self.lease(number)
 
-    def take_back(self) -> tuple[int, list[int]]:
-        """The number of a block that the worker may fill again, or 0, and of those that it is to close."""
+    def take_back(self) -> tuple[list[int], list[int]]:
+        """The numbers of the blocks that the worker may fill again, and of those that it is to close."""
+        returned: list[int] = []
         closed, self.lost = self.lost, []
         while self.ended:
             ticket = self.ended.popleft()
@@ -131,11 +133,12 @@ class LentBlocks:
             if len(self._kept) < MOST_BLOCKS and self._kept_bytes + size <= MOST_BYTES:
                 self._kept.add(number)
                 self._kept_bytes += size
-                return number, closed
-            del self._blocks[number]
-            self.size -= size
-            closed.append(number)
-        return 0, closed
+                returned.append(number)
+            else:
+                del self._blocks[number]
+                self.size -= size
+                closed.append(number)
+        return returned, closed
 
     def close(self) -> None:
         """The worker has ended: what is leased stays as long as its views."""

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError, PredictError, ProtocolError
-from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_references
+from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_numbers, encode_references
 from mcinfer.requests.frames import Lease, Plan, is_leased
 from mcinfer.requests.splitting import SplitState, Splitter
 from mcinfer.requests.tensors import Arrays, join_parts
@@ -536,11 +536,12 @@ class Request(Outcome[Arrays]):
         cut = self._plan.cut
         return cut.input_axes, tuple(join.axis or 0 for join in cut.outputs)
 
-    def message(self, shard: int, returned: int = 0, *, wide: bool = False) -> bytes:
-        """The PREDICT of a shard, with the number of a block that is `returned` to the worker, or 0."""
+    def message(self, shard: int, returned: Sequence[int] = (), *, wide: bool = False) -> bytes:
+        """The PREDICT of a shard, with the numbers of blocks that are `returned` to the worker."""
         inputs, outputs = self._input_bodies[shard], self._output_bodies[shard]
-        head = (PREDICT, self.number, shard, self.weights.number, len(inputs), wide, returned)
-        return PREDICT_HEAD.pack(*head) + inputs + outputs
+        run = (self.number, shard, self.weights.number)
+        head = PREDICT_HEAD.pack(PREDICT, *run, len(inputs), wide, len(returned))
+        return head + (encode_numbers(returned) if returned else b"") + inputs + outputs
 
     def tensors(self, shard: int) -> tuple[bytes, bytes]:
         """The shard's tensors, as PREDICT_JOINED carries them."""

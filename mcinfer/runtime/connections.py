@@ -268,7 +268,7 @@ class Connections:
             given = {n for n in gang.weights if n >= weights.oldest}
             gang.weights = given | {weights.number}
         if len(members) == 1:
-            returned = 0
+            returned: Sequence[int] = ()
             if gang.blocks.ended or gang.blocks.lost:
                 returned, closed = gang.blocks.take_back()
                 for number in closed:

@@ -476,6 +476,7 @@ class Loop:
                 if outputs and blocks.is_crowded:
                     request.copies = True
         except (OSError, MemoryError) as exc:
+            blocks.give_up(outputs)
             text = f"the master cannot take the answer: {exc!r}"
             return Error(request=number, shard=shard, kind="predict", text=text)
         return None

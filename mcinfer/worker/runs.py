@@ -285,11 +285,9 @@ class OutputBlocks:
         self._made[block.number] = block
         return block
 
-    def take_back(self, number: int) -> None:
-        """The block may be filled again, unless it is another rank's."""
-        block = self._made.get(number)
-        if block is not None:
-            self._free.append(block)
+    def take_back(self, numbers: Sequence[int]) -> None:
+        """These blocks may be filled again; others are of other ranks."""
+        self._free += [self._made[number] for number in numbers if number in self._made]
 
     def drop(self, number: int) -> None:
         """The master has closed its side."""

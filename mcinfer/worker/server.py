@@ -64,6 +64,7 @@ from mcinfer.protocol import (
     TensorRef,
     UpdateWeights,
     WorkerState,
+    cut_numbers,
     decode,
     encode,
     state_after,
@@ -293,11 +294,12 @@ class WorkerLoop:
         """Follow a PREDICT, and answer it; `ProtocolError` if it may not come now."""
         if len(data) < PREDICT_HEAD.size:
             raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
-        _, request, shard, version, size, alone, returned = PREDICT_HEAD.unpack_from(data)
+        _, request, shard, version, size, alone, count = PREDICT_HEAD.unpack_from(data)
         body = data[PREDICT_HEAD.size :]
         if self._state is not WorkerState.BUSY:  # which it stays: other runs may be under way
             self._state = state_after(self._state, Predict)
-        if returned:
+        if count:
+            returned, body = cut_numbers(count, body)
             self._outputs.take_back(returned)
         self._run(request, shard, runs, alone, runs.single, version, size, body)
 

@@ -21,6 +21,7 @@ from mcinfer import (
     BuildError,
     EngineOptions,
     InvalidInputError,
+    Limits,
     Master,
     Parallel,
     PredictError,
@@ -30,6 +31,7 @@ from mcinfer import (
     Timeouts,
 )
 from mcinfer.ranks.layouts import MAX_LAYOUTS
+from tests.open_descriptors import descriptors
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, running, states, stop, wait_until
 from tests.sliced_models import save
@@ -389,7 +391,7 @@ def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
 ) -> None:
     model = write_chain(
         tmp_path / "unknown.onnx",
-        ["low = NonZero(h1)", "high = NonZero(h4)"],  # made in both stages
+        ["low = NonZero(h1)", "high = NonZero(h4)"],
         ["int64[2,low] low", "int64[2,high] high"],
     )
     with Master(model, parallel=parallel) as master:
@@ -397,6 +399,43 @@ def test_outputs_of_unknown_shapes_come_from_the_ranks_that_make_them(
         futures = [master.submit(each) for each in given]
         for each, future in zip(given, futures, strict=True):
             assert_close(future.result(timeout=60.0), expected(model, each))
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Path:
+    """A model of which each of two stages makes one output of unknown shape."""
+    random = np.random.default_rng(3)
+    weights = {f"w{n}": random.normal(0, 0.2, (32, 32)).astype(np.float32) for n in range(4)}
+    body = "h1 = MatMul(x, w0)  low = NonZero(h1)  h2 = MatMul(h1, w1)  h3 = MatMul(h2, w2)"
+    outputs = "int64[2,low] low, int64[2,high] high"
+    text = (
+        f"(float[batch,32] x) => ({outputs}) {{ {body}  h4 = MatMul(h3, w3)  high = NonZero(h4) }}"
+    )
+    onnx.save(text_model(text, weights), str(tmp_path / "apart.onnx"))
+    return tmp_path / "apart.onnx"
+
+
+def test_blocks_of_all_ranks_come_back(apart: Path) -> None:
+    given = {"x": rows(3)}
+    with Master(apart, parallel=Parallel(pipeline=2)) as master:
+        for _ in range(5):
+            assert_close(master.predict(given), expected(apart, given))
+        before, size = len(descriptors()), master.statistics().memory_bytes
+        for _ in range(30):
+            master.predict(given)
+        assert (len(descriptors()), master.statistics().memory_bytes) == (before, size)
+
+
+def test_too_large_answers_of_several_ranks_fail_alone(apart: Path) -> None:
+    limits = Limits(memory_bytes=2 << 20)
+    with Master(apart, parallel=Parallel(pipeline=2), limits=limits) as master:
+        before = pids(master)
+        for _ in range(8):
+            with pytest.raises(PredictError, match=r"low.* has 3200000 bytes, expected at most"):
+                master.predict({"x": rows(6250)})
+        given = {"x": rows(1500)}  # whose blocks are new ones
+        assert_close(master.predict(given), expected(apart, given))
+        assert pids(master) == before
 
 
 @pytest.mark.parametrize(
