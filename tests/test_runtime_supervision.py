@@ -83,6 +83,19 @@ def test_maker_is_asked_to_end_after_those_that_use_its_weights() -> None:
     assert started(sharing) == [1]
 
 
+def test_none_starts_with_the_weights_of_a_maker_that_was_asked_to_end() -> None:
+    sharing = ordered(2)
+    started(sharing)
+    sharing.note_made(True)
+    assert started(sharing) == [1]
+    sharing.note_end(1)
+    assert not sharing.hold_exit(0)
+    sharing.order(1)
+    assert started(sharing) == []
+    sharing.note_end(0)
+    assert started(sharing) == [1]
+
+
 def test_worker_that_is_not_to_be_started_any_more_holds_no_other_up() -> None:
     sharing = ordered(3)
     assert sharing.withdraw(0)

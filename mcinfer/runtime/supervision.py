@@ -97,10 +97,10 @@ class Sharing:
 
     def hold_exit(self, worker: int) -> bool:
         """Whether the worker, which is to end, must wait for those that use its weights; see `take_exit`."""
-        if worker != self.maker or not self.users:
+        if worker != self.maker:
             return False
-        self.is_made, self._holds_exit = False, True
-        return True
+        self.is_made, self._holds_exit = False, bool(self.users)
+        return self._holds_exit
 
     def note_end(self, worker: int) -> bool:
         """A worker's process has ended; whether the users cannot go on without it."""
