@@ -422,6 +422,17 @@ def test_workers_are_replaced_one_after_another_and_none_takes_from_the_budget()
     assert [w.last_error for w in pool.lifecycle.statistics()] == ["", "", ""]
 
 
+def test_worker_that_was_ended_with_another_one_is_not_replaced_again() -> None:
+    pool = ready_pool(3)
+    assert pool.handle_restart(1.0) == [Send(worker=0, message=Exit())]
+    pool.handle_killed(1, "it uses what worker 0 has made", planned=True)
+    assert pool.handle_died(2.0, 1, SIGKILL) == []
+    assert restarted(pool, 1, 2.0) == []
+    assert replaced(pool, 0, 2.0) == [Send(worker=2, message=Exit())]
+    assert replaced(pool, 2, 2.0) == [WorkersRestarted()]
+    assert [w.restarts for w in pool.lifecycle.statistics()] == [1, 1, 1]
+
+
 def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_stays() -> None:
     pool = ready_pool(2, restart=replace(RESTART, budget=0))
     pool.handle_restart(1.0)

@@ -327,7 +327,9 @@ class Lifecycle:
         self._restart = rules.restart
         self._to_replace: deque[Worker] = deque()
         self._replacing: Worker | None = None
-        self._asked_for: set[int] = set()
+        self._asked_for: dict[
+            int, int | None
+        ] = {}  # by worker, the process that a caller wants replaced
         self._announced: tuple[HealthState, int] = ("starting", 0)
         self.is_steady = False
 
@@ -568,7 +570,7 @@ class Lifecycle:
         """Plan to replace these processes in turn (`advance`); `asked_for`: a caller waits for it."""
         for w in workers:
             if asked_for:
-                self._asked_for.add(w.index)
+                self._asked_for[w.index] = w.pid
             if w not in self._to_replace and w is not self._replacing:
                 self._to_replace.append(w)
                 self.is_steady = False
@@ -599,7 +601,7 @@ class Lifecycle:
             self._replacing = None
             if w.index not in self._asked_for:
                 continue
-            self._asked_for.remove(w.index)
+            del self._asked_for[w.index]
             if w.budget.spent:
                 self.forget_replacing()
                 self._sink.workers_restarted(WorkerDiedError(w.last_error))
@@ -620,7 +622,8 @@ class Lifecycle:
         if w.state is WorkerState.GONE:
             w.counts.restarts += 1
             self.start(w)
-        elif w.stop is Stop.NONE:
+        elif w.stop is Stop.NONE and w.pid == self._asked_for.get(w.index, w.pid):
+            # Else it was replaced since then, such as with another one that it cannot go on without.
             w.stop = Stop.AFTER_RUNS
         return w
 
