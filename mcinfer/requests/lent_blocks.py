@@ -140,6 +140,19 @@ class LentBlocks:
                 closed.append(number)
         return returned, closed
 
+    def trim(self) -> list[int]:
+        """The blocks that the worker is to close, since it would not keep them; it may get no more runs."""
+        closed, left = [], MOST_BYTES - self._kept_bytes
+        for ticket in self.ended.copy():
+            if ticket.size <= left or self._forks.held:
+                left -= ticket.size
+                continue
+            self.ended.remove(ticket)
+            del self._blocks[ticket.number]
+            self.size -= ticket.size
+            closed.append(ticket.number)
+        return closed
+
     def close(self) -> None:
         """The worker has ended: what is leased stays as long as its views."""
         self._blocks.clear()

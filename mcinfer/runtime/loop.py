@@ -288,6 +288,8 @@ class Loop:
             scheduler.handle_time(now)
         if now >= self.supervision.memory_due:
             self.supervision.look_at_memory(now)
+        if now >= self.supervision.trim_due:
+            self.supervision.trim(now)
         if now >= admission.due or now >= places.due:
             admission.look(now)
         if places.waiting:
@@ -299,7 +301,8 @@ class Loop:
             self.inbox.asleep = False
             self._readable = True
             return
-        due = min(scheduler.due, self.supervision.memory_due, admission.due, places.due)
+        supervised = min(self.supervision.memory_due, self.supervision.trim_due)
+        due = min(scheduler.due, supervised, admission.due, places.due)
         wait = due - monotonic()
         ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
         self.inbox.asleep = False
@@ -475,6 +478,7 @@ class Loop:
                 request.take(part, outputs, blocks.lease, index, self.arena.limit)
                 if outputs and blocks.is_crowded:
                     request.copies = True
+            self.supervision.note_lent(blocks, monotonic())
         except (OSError, MemoryError) as exc:
             blocks.give_up(outputs)
             text = f"the master cannot take the answer: {exc!r}"

@@ -25,7 +25,17 @@ from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeou
 from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import model_name
 from mcinfer.process import STRAY, STRAY_REASON
-from mcinfer.protocol import MAX_NOTES, Build, BuildFinish, Error, Exit, Message, Preparing
+from mcinfer.protocol import (
+    MAX_NOTES,
+    Build,
+    BuildFinish,
+    Detach,
+    Error,
+    Exit,
+    Message,
+    Preparing,
+)
+from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Promise
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
@@ -136,6 +146,7 @@ class Supervision:
         serving: How many workers take requests.
         at_once: How many runs these execute at once.
         memory_due: When to look at workers' memory.
+        trim_due: When to look for blocks that workers have made and need not keep.
     """
 
     def __init__(
@@ -153,6 +164,7 @@ class Supervision:
         self.serving = 0
         self.at_once = 0
         self.memory_due = math.inf if rules.restart.max_memory_bytes is None else 0.0
+        self.trim_due = math.inf
         self._connections = connections
         self._inbox = inbox
         self._delivery = delivery
@@ -360,6 +372,20 @@ class Supervision:
         for worker in [*self._connections.processes]:
             if not self.scheduler.is_exiting(worker):
                 self._order(worker, self._connections.detach, number)
+
+    def note_lent(self, blocks: LentBlocks, now: float) -> None:
+        """A worker has lent a block: the end of its last view sends no event."""
+        if blocks.size > MOST_BYTES:
+            self.trim_due = min(self.trim_due, now + _MEMORY_INTERVAL)
+
+    def trim(self, now: float) -> None:
+        """Have workers close blocks that they need not keep, also where they get no more runs."""
+        self.trim_due = math.inf
+        for worker, process in [*self._connections.processes.items()]:
+            if not self.scheduler.is_exiting(worker):
+                for number in process.blocks.trim():
+                    self._order(worker, self._connections.send, Detach(block=number))
+                self.note_lent(process.blocks, now)
 
     def look_at_memory(self, now: float) -> None:
         """Report how much memory each worker has, where the policy limits it."""

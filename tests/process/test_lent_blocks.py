@@ -18,6 +18,7 @@ from mcinfer.shm.block import Block
 from tests.open_descriptors import descriptors
 from tests.process.models import OnnxModel
 from tests.process.scripts import PREAMBLE, run
+from tests.process.waiting import wait_until
 
 PICK = """
 <ir_version: 8, opset_import: ["": 18]>
@@ -42,11 +43,21 @@ draw (float[n] x) => (int64[a, b] where, float[c] found) <float half = {0.5}> {
 }
 """
 X = np.array([[1, 0, 3], [0, 5, 6]], np.float32)
+LARGE = 17 << 20  # columns, of which an answer is larger than what a worker keeps
 PICKED = [[0, 1]] * 6 + [[0], [0, 1, 2]] * 6 + [[]] * 6 + [[2, 1], [1, 2]] * 4
 
 
 def picked(columns: Sequence[int], x: NDArray[Any] = X) -> dict[str, NDArray[Any]]:
     return {"x": x, "i": np.array(columns, np.int64)}
+
+
+def maps_of_size(pid: int | None, size: int) -> int:
+    """How many mappings of so many bytes of shared memory a process has."""
+    found = 0
+    for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines():
+        begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+        found += end - begin == size and "memfd:mcinfer" in line
+    return found
 
 
 def shared_bytes(master: Master) -> int:
@@ -99,6 +110,19 @@ def test_steady_traffic_passes_no_descriptor_and_leaves_nothing(
             master.predict(picked(columns))
         assert (len(descriptors()), master.statistics().memory_bytes) == (before, size)
         assert shared_bytes(master) == 0
+
+
+def test_large_block_is_freed_also_at_a_worker_that_gets_no_more_requests(
+    onnx_model: OnnxModel,
+) -> None:
+    x = np.zeros((1, 1), np.float32)
+    with Master(onnx_model(COLUMNS), 1) as master:
+        [worker] = master.statistics().workers
+        y = master.predict(picked([0] * LARGE, x))["y"]
+        assert maps_of_size(os.getpid(), y.nbytes) == maps_of_size(worker.pid, y.nbytes) == 1
+        del y
+        wait_until(lambda: not maps_of_size(os.getpid(), 4 * LARGE))
+        wait_until(lambda: not maps_of_size(worker.pid, 4 * LARGE))
 
 
 def test_results_that_users_hold_do_not_change(onnx_model: OnnxModel) -> None:
