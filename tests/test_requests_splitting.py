@@ -191,7 +191,7 @@ def test_rows_that_show_nothing_are_replaced_by_rows_made_of_them(
 def test_integers_and_booleans_are_moved_among_the_values_seen() -> None:
     axes = [0, 0, None]
     given = [np.array([[3, 5, 9]]), np.array([[True, False, True]]), np.array([7])]
-    ids, mask, same = made_rows(given, axes)
+    ids, mask, same = made_rows(given, axes, 4)
     assert (ids.shape, mask.shape) == ((4, 3), (4, 3))
     assert {*ids.flat} <= {3, 5, 9}
     assert mask.dtype == bool
@@ -200,7 +200,7 @@ def test_integers_and_booleans_are_moved_among_the_values_seen() -> None:
 
 
 def test_texts_and_bytes_of_one_input_are_moved_among_each_other() -> None:
-    (rows,) = made_rows([np.array([["a", b"b", "c"]], object)], [0])
+    (rows,) = made_rows([np.array([["a", b"b", "c"]], object)], [0], 4)
     assert rows.shape == (4, 3)
     assert {*rows.flat} <= {"a", b"b", "c"}
     assert len({tuple(row) for row in rows.tolist()}) > 1
@@ -209,7 +209,7 @@ def test_texts_and_bytes_of_one_input_are_moved_among_each_other() -> None:
 @pytest.mark.filterwarnings("error")
 def test_rows_are_made_of_huge_values_and_of_none_without_a_word_of_numpy() -> None:
     for array in (np.full((3, 2), 1e308), np.array([[1e308, -1e308]]), np.zeros((1, 0))):
-        (rows,) = made_rows([array], [0])
+        (rows,) = made_rows([array], [0], 4)
         assert (rows.shape, rows.dtype) == ((4, array.shape[1]), array.dtype)
 
 
@@ -292,12 +292,17 @@ def test_inputs_that_have_one_size_by_chance_are_not_cut_together(
     assert not model.split.splits
 
 
-def test_inputs_without_symbols_are_cut_together_when_a_second_size_agrees() -> None:
+@pytest.mark.parametrize(("dtype", "requests"), [(np.float32, 1), (np.int64, 3)])
+def test_inputs_without_symbols_are_cut_together_when_another_size_agrees(
+    dtype: type, requests: int
+) -> None:
+    """Made rows are enough of numbers to compute with; whole numbers may be lengths or places."""
     free = (None, 3)
     model = Model(spec_of({"x": free, "z": free}, {"y": free}), lambda x, z: {"y": x + z})
-    for rows, settled in ((4, False), (4, False), (5, True)):
-        model.ask(random(rows, 3), random(rows, 3, seed=1))
-        assert model.splitter.state.settled is settled
+    for number, rows in enumerate((4, 4, 5)):
+        z: Array = (9 * random(rows, 3, seed=1)).astype(dtype)
+        model.ask(random(rows, 3), z)
+        assert model.splitter.state.settled is (number + 1 >= requests)
     assert model.split.inputs == {"x": 0, "z": 0}
     declared = spec_of({"x": ("n", 3), "z": ("n", 3)}, {"y": free})
     model = Model(declared, lambda x, z: {"y": x + z})

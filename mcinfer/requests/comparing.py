@@ -139,8 +139,8 @@ def tells(parts: Sequence[NDArray[Any]], axis: int) -> bool:
     return not all(_equal(part, first) for part in parts[1:])
 
 
-def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
-    """Four rows made out of a request's: floats with noise of their own scale, others moved.
+def made_rows(arrays: Batch, axes: Sequence[int | None], count: int) -> list[NDArray[Any]]:
+    """So many rows made out of a request's: floats with noise of their own scale, others moved.
 
     Integers, booleans and texts are values of the same input, each of them in turn from row to row, so that
     rows differ wherever there are two values. Inputs that are not cut stay.
@@ -152,7 +152,7 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
             made.append(array)
             continue
         # Not in the order that was seen, which may be that of the model's results.
-        rows = np.take(array, np.arange(1, MADE_ROWS + 1) % array.shape[axis], axis)
+        rows = np.take(array, np.arange(1, count + 1) % array.shape[axis], axis)
         if "float" in array.dtype.name and array.size:  # ml_dtypes' too
             values = rows.astype(np.float64)
             values = np.where(np.isfinite(values), values, 0.0)
@@ -162,7 +162,7 @@ def made_rows(arrays: Batch, axes: Sequence[int | None]) -> list[NDArray[Any]]:
         else:
             texts = array.dtype.kind == "O"  # which have no order among bytes
             values = np.array([*dict.fromkeys(array.flat)], object) if texts else np.unique(array)
-            turns = np.arange(MADE_ROWS).reshape(-1, *[1] * (array.ndim - axis - 1))
+            turns = np.arange(count).reshape(-1, *[1] * (array.ndim - axis - 1))
             begin = random.integers(0, values.size, np.take(rows, [0], axis).shape)
             rows = values[(begin + turns) % values.size]
         made.append(rows)

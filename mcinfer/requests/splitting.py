@@ -248,7 +248,6 @@ class Splitter:
             why = split.reason or "two requests show different axes"
             split = replace(split, inputs=dict.fromkeys(self._names), reason=why)
         confirmed = other is not None and agrees and other.rows != split.rows
-        sure = sure and not is_guess(self._model, split.inputs, self.said)
         if split.splits and not (confirmed or sure):
             self.shown = split
             self._leave_open("these rows may join by chance: a batch of another size shows it")
@@ -299,17 +298,25 @@ class Splitter:
             split = self._decide(arrays, whole, run)
         except _CannotTellError as exc:
             try:
-                return self._decide(arrays, None, run), True
+                split = self._decide(arrays, None, run)
             except _CannotTellError as made:
                 raise _CannotTellError(f"{exc}; of rows made out of it: {made}") from None
-        if split.splits and self._may_be_chance(arrays, split):
+        guessed = is_guess(self._model, split.inputs, self.said)
+        if split.splits and (guessed or self._may_be_chance(arrays, split)):
+            # Sizes and values that agree by chance do not with another number of rows.
+            count = MADE_ROWS + (split.rows == MADE_ROWS)
             try:
-                joints = self._try(arrays, None, split.inputs, MADE_ROWS, run)
+                joints = self._try(arrays, None, split.inputs, count, run)
             except _CannotTellError:
                 return split, False
             if refuted := _mixed(joints):
-                split = self._refuted(refuted, MADE_ROWS)
-        return split, True
+                split = self._refuted(refuted, count)
+        # Made lengths and places may still agree by chance, numbers that are computed with do not.
+        return split, not guessed or all(
+            "float" in array.dtype.name
+            for name, array in zip(self._names, arrays, strict=True)
+            if split.inputs[name] is not None
+        )
 
     def _may_be_chance(self, arrays: Batch, split: Split) -> bool:
         """Whether these values alone may join: where an input goes whole, or sizes vary."""
@@ -396,7 +403,7 @@ class Splitter:
             McinferError: It could not be run.
         """
         if whole is None:
-            arrays = made_rows(arrays, [axes[name] for name in self._names])
+            arrays = made_rows(arrays, [axes[name] for name in self._names], count)
             try:
                 whole = run(arrays)
             except (PredictError, InvalidInputError) as exc:
