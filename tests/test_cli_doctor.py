@@ -124,6 +124,7 @@ def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, lis
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.thorough
 def test_doctor_finds_no_problem_where_tests_run(tmp_path: Path) -> None:
     status, lines, said = doctor(tmp_path, MCINFER_CACHE=str(tmp_path / "a" / "cache"))
     assert (status, said) == (0, ""), lines

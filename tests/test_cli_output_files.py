@@ -121,6 +121,7 @@ class Breaks(Hangs):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(90)
 def test_interrupted_benchmark_keeps_the_last_report_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "ways.py").write_text(MY_WAYS)
@@ -144,6 +145,7 @@ def test_interrupted_benchmark_keeps_the_last_report_and_leaves_no_process(tmp_p
     assert [len(m.turns) for m in report.measurements] == [1]
 
 
+@pytest.mark.thorough
 def test_page_and_figures_are_written_with_what_the_extra_cli_installs(tmp_path: Path) -> None:
     without = "import sys; sys.modules.update(dict.fromkeys(['jinja2', 'matplotlib']))\n"
     short = ("--modes", "inline", "--duration", "0.05", "--repeat", "1", "--warmup", "0")

@@ -89,6 +89,7 @@ def on_terminal(
     return ended, got.decode()
 
 
+@pytest.mark.thorough
 def test_prepared_model_is_what_workers_use_then_and_a_terminal_gets_a_bar_meanwhile(
     cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ def test_wide_run_can_be_cancelled_and_its_worker_serves_on(products: Path) -> N
         assert [worker.restarts for worker in master.statistics().workers] == [0, 0]
 
 
+@pytest.mark.thorough
 def test_worker_that_is_killed_in_a_wide_run_costs_no_answer(products: Path) -> None:
     many = np.tile(ROWS, (200, 1))
     with Master(products, 2, verify="never") as master:
