@@ -44,8 +44,9 @@ from models import BERT, Arrays, Model, encoder_model, normal, unet_inputs, unet
 
 from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.cards.cuda import Card
+from mcinfer.cli.doctor import gpus_and_driver
 from mcinfer.config import Device
-from mcinfer.machine import driver_cuda_version, gpus, mps_folder
+from mcinfer.machine import gpus
 
 DEVICE = "cuda:0"
 WORKERS = (1, 2, 4)
@@ -310,9 +311,9 @@ def card_lines() -> Lines:
     if EMULATED:
         yield "\nNO CARD, emulated driver;"
         return
-    gpu = gpus()[0]
-    mps = "with MPS" if mps_folder() else "without MPS"
-    yield f"\n{gpu.name}, driver {gpu.driver}, CUDA {driver_cuda_version()}, {mps};"
+    (gpu, *_), driver = gpus_and_driver()
+    mps = "with MPS" if driver.mps else "without MPS"
+    yield f"\n{gpu.name}, driver {driver.version}, CUDA {driver.cuda}, {mps};"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import resource
-import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -165,16 +164,6 @@ def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
     return dict(sorted(nodes.items()))
 
 
-def core_siblings(root: Path = _ROOT) -> tuple[int, int]:
-    """How many sockets and physical cores have this process's cores; (0, 0) if unknown (cputopology.rst)."""
-    sockets, physical = set(), set()
-    for core in os.sched_getaffinity(0):
-        folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
-        sockets.add(_read(folder / "physical_package_id"))
-        physical.add(_read(folder / "thread_siblings_list"))
-    return (0, 0) if "" in sockets | physical else (len(sockets), len(physical))
-
-
 def parse_core_list(text: str) -> tuple[int, ...]:
     """Read the kernel's format of a list of cores, ``0-3,8`` (admin-guide/cputopology.rst)."""
     cores: list[int] = []
@@ -227,7 +216,7 @@ def gpus(timeout: float = 10.0, root: Path = _ROOT) -> tuple[Gpu, ...]:
     Raises:
         OSError: None was found; why. A `TimeoutError` if the driver takes more than `timeout` seconds.
     """
-    query = _nvidia_smi(timeout, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
+    query = nvidia_smi(timeout, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
     found = []
     for gpu in parse_gpus(query):
         place = root / "sys/bus/pci/devices" / gpu.bus_id
@@ -242,20 +231,8 @@ def gpus(timeout: float = 10.0, root: Path = _ROOT) -> tuple[Gpu, ...]:
     return visible
 
 
-def driver_cuda_version(timeout: float = 10.0) -> str:
-    """The newest CUDA that the driver serves, such as ``13.0``; empty if it does not say.
-
-    No field of a query has it; it stands above every report of ``nvidia-smi -q``.
-
-    Raises:
-        OSError: See `gpus`.
-    """
-    report = _nvidia_smi(timeout, "--query", "--display=COMPUTE")
-    match = re.search(r"CUDA (?:\w+ )?Version\s*:\s*(\d[\d.]*)", report)
-    return match[1] if match else ""
-
-
-def _nvidia_smi(timeout: float, *arguments: str) -> str:
+def nvidia_smi(timeout: float, *arguments: str) -> str:
+    """What ``nvidia-smi`` prints with these arguments; raises as `gpus`."""
     import subprocess  # not at every worker's start
 
     try:
@@ -292,22 +269,6 @@ def cores_near(devices: Sequence[Device], root: Path = _ROOT) -> dict[int, tuple
     nodes = numa_nodes(root)
     near = {gpu.index: nodes.get(gpu.node, ()) for gpu in found if gpu.node is not None}
     return {index: near[index] for index in sorted(cards) if near.get(index)}
-
-
-def mps_folder() -> Path | None:
-    """The folder of the MPS daemon that CUDA would use in this process; None if none answers.
-
-    CUDA asks the same way, at its first call: it connects to the daemon's socket, and does without MPS if it
-    cannot (nvidia-cuda-mps-control(1)).
-    """
-    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")  # noqa: S108 its default
-    with socket.socket(socket.AF_UNIX) as daemon:
-        daemon.settimeout(1.0)
-        try:
-            daemon.connect(os.fspath(folder / "control"))
-        except OSError:  # as for CUDA, whatever the reason
-            return None
-    return folder
 
 
 def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:
@@ -357,13 +318,6 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
             )
         )
     return tuple(found)
-
-
-def gpu_order_doubt(count: int) -> str:
-    """A warning if the numbers of GPUs may not be CUDA's, which counts the fastest first (same Guide)."""
-    if count < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return ""
-    return "numbered by bus; CUDA's order may be another one, unless CUDA_DEVICE_ORDER=PCI_BUS_ID"
 
 
 def _read(path: Path) -> str:

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -21,12 +22,16 @@ from mcinfer.cli.doctor import (
     Driver,
     Finding,
     InstalledRuntime,
+    core_siblings,
     examine,
+    gpu_order_doubt,
+    gpus_and_driver,
     installed_runtime,
     judge_gpus,
     judge_limit,
     look_at_model,
     look_at_packages,
+    mps_folder,
 )
 from mcinfer.machine import Gpu, cpu_quota, format_core_list
 from tests.command_line import FLOAT, Capture, only_line, save
@@ -264,3 +269,48 @@ def test_gpus_are_those_of_the_driver(
     assert "unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in shown[3]
     unusable = bool(installed_runtime().without_cuda)
     assert ["has no CUDAExecutionProvider" in line for line in shown[4:]] == [True] * unusable
+
+
+def test_sockets_and_cores_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
+    for core, files in {0: ("0", "0,2"), 1: ("0", "1,3"), 2: ("0", "0,2")}.items():
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        for name, text in zip(("physical_package_id", "thread_siblings_list"), files, strict=True):
+            (folder / name).write_text(text)
+    assert core_siblings(tmp_path) == (0, 0)  # of core 4 nothing is known
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert core_siblings(tmp_path) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("report", "version"),
+    [
+        ("Driver Version : 580.65.06\nCUDA Version : 13.0\nAttached GPUs : 1", "13.0"),
+        ("CUDA UMD Version        : 13.1", "13.1"),
+        ("CUDA Version : N/A", ""),
+    ],
+)
+def test_newest_cuda_of_a_driver_stands_above_its_reports(
+    report: str, version: str, nvidia_smi: Callable[[str], None]
+) -> None:
+    nvidia_smi(f"[ $1 = --query ] && echo '{report}'\necho 0, GPU-a, 0, 580, , , , A")
+    assert gpus_and_driver()[1].cuda == version
+
+
+def test_numbers_of_several_gpus_may_not_be_those_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert [bool(gpu_order_doubt(count)) for count in (1, 2)] == [False, True]
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert not gpu_order_doubt(2)
+
+
+def test_mps_runs_where_its_daemon_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert mps_folder() is None
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(tmp_path / "control"))
+        assert mps_folder() is None
+        daemon.listen()
+        assert mps_folder() == str(tmp_path)
+    assert mps_folder() is None  # its file is there all the same

@@ -1,7 +1,6 @@
 """Tests of what this process may use of the machine."""
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -147,18 +146,6 @@ def test_nodes_have_the_usable_cores(of: Machine, monkeypatch: pytest.MonkeyPatc
     assert [*machine.numa_nodes(root)] == [0, 1, 2, 10]
 
 
-def test_sockets_and_cores_are_counted(of: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
-    root = Path()
-    for core, (package, siblings) in {0: (0, "0,2"), 1: (0, "1,3"), 2: (0, "0,2")}.items():
-        top = f"sys/devices/system/cpu/cpu{core}/topology"
-        root = of("", **{f"{top}/physical_package_id": f"{package}\n"})
-        of("", **{f"{top}/thread_siblings_list": f"{siblings}\n"})
-    assert machine.core_siblings(root) == (0, 0)  # of core 4 nothing is known
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    assert machine.core_siblings(root) == (1, 2)
-
-
 @given(st.sets(st.integers(0, 300)))
 def test_list_of_cores_can_be_read_again(cores: set[int]) -> None:
     assert machine.parse_core_list(machine.format_core_list([*cores])) == tuple(sorted(cores))
@@ -258,39 +245,6 @@ def test_cores_near_a_card_are_the_usable_ones_of_its_node(
     nvidia_smi(f"touch {root}/asked; {SMI}")
     assert machine.cores_near([Device("cpu", 0)], root) == {}
     assert not (root / "asked").exists()
-
-
-@pytest.mark.parametrize(
-    ("report", "version"),
-    [
-        ("Driver Version : 580.65.06\nCUDA Version : 13.0\nAttached GPUs : 1", "13.0"),
-        ("CUDA UMD Version        : 13.1", "13.1"),
-        ("CUDA Version : N/A", ""),
-    ],
-)
-def test_newest_cuda_of_a_driver_stands_above_its_reports(
-    report: str, version: str, nvidia_smi: Callable[[str], None]
-) -> None:
-    nvidia_smi(f"[ $1 = --query ] && echo '{report}'")
-    assert machine.driver_cuda_version() == version
-
-
-def test_numbers_of_several_gpus_may_not_be_those_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert [bool(machine.gpu_order_doubt(count)) for count in (1, 2)] == [False, True]
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert not machine.gpu_order_doubt(2)
-
-
-def test_mps_runs_where_its_daemon_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert machine.mps_folder() is None
-    with socket.socket(socket.AF_UNIX) as daemon:
-        daemon.bind(str(tmp_path / "control"))
-        assert machine.mps_folder() is None
-        daemon.listen()
-        assert machine.mps_folder() == tmp_path
-    assert machine.mps_folder() is None  # its file is there all the same
 
 
 def test_driver_that_fails_is_quoted(nvidia_smi: Callable[[str], None]) -> None:

@@ -7,8 +7,10 @@ are in the functions, so that ``--help`` comes at once.
 import json
 import os
 import platform
+import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +51,7 @@ _LIMIT_TO_ASK_FOR = 4096
 
 _TIMEOUTS = Timeouts(start=30.0, predict=10.0)
 _PROGRAM_SECONDS = 300.0
+_SMI_SECONDS = 10.0
 _ASK = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -181,7 +184,7 @@ def devices(devices: DevicesOption = None) -> None:
     found: Sequence[Gpu] = ()
     try:
         found, driver = gpus_and_driver()
-        why, remarks = "", [str(driver), machine.gpu_order_doubt(len(found))]
+        why, remarks = "", [str(driver), gpu_order_doubt(len(found))]
         with suppress(EngineError):
             remarks.append(installed_runtime().without_cuda)
         lines = [*map(str, found), *(f"  {text}" for text in remarks if text)]
@@ -198,7 +201,7 @@ def devices(devices: DevicesOption = None) -> None:
     listed = machine.format_core_list(cores)
     default = counted(automatic_workers(cpus), "worker")
     print(f"{counted(len(cores), 'usable core')}: {listed}; by default {default}")
-    sockets, physical = machine.core_siblings()
+    sockets, physical = core_siblings()
     if physical:
         belong = "belongs" if len(cores) == 1 else "belong"
         print(f"  {belong} to {counted(physical, 'physical core')} of {counted(sockets, 'socket')}")
@@ -215,6 +218,17 @@ def devices(devices: DevicesOption = None) -> None:
             threads = counted(own.threads or len(own.cores), "thread")
             place = f"{cores_text} {machine.format_core_list(own.cores)}{shared}, {threads}"
         print(f"worker {index}: {device}, {place}")
+
+
+def core_siblings(root: Path = Path("/")) -> tuple[int, int]:
+    """How many sockets and physical cores have this process's cores; (0, 0) if unknown (cputopology.rst)."""
+    names = ("physical_package_id", "thread_siblings_list")
+    cores = [root / f"sys/devices/system/cpu/cpu{i}/topology" for i in os.sched_getaffinity(0)]
+    try:
+        sockets, physical = ({(core / name).read_bytes() for core in cores} for name in names)
+    except OSError:
+        return 0, 0
+    return len(sockets), len(physical)
 
 
 def quota_text(quota: float | None, cores: int) -> str:
@@ -574,15 +588,43 @@ class Driver:
 
 def gpus_and_driver() -> tuple[Sequence[Gpu], Driver]:
     """The GPUs of this machine, at least one; raises as `mcinfer.machine.gpus` does."""
-    gpus, mps, cuda = machine.gpus(), machine.mps_folder(), ""
+    found, match = machine.gpus(), None
     with suppress(OSError):  # the cards are there, whatever becomes of a second question
-        cuda = machine.driver_cuda_version()
-    return gpus, Driver(gpus[0].driver, cuda, None if mps is None else str(mps))
+        # No field of a query has it; it stands above every report of ``nvidia-smi -q``.
+        report = machine.nvidia_smi(_SMI_SECONDS, "--query", "--display=COMPUTE")
+        match = re.search(r"CUDA (?:\w+ )?Version\s*:\s*(\d[\d.]*)", report)
+    return found, Driver(found[0].driver, match[1] if match else "", mps_folder())
+
+
+def mps_folder() -> str | None:
+    """The folder of the MPS daemon that CUDA would use in this process; None if none answers.
+
+    CUDA asks the same way, at its first call: it connects to the daemon's socket, and does without MPS if it
+    cannot (nvidia-cuda-mps-control(1)).
+    """
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"  # noqa: S108 its default
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.settimeout(1.0)
+        try:
+            daemon.connect(f"{folder}/control")
+        except OSError:  # as for CUDA, whatever the reason
+            return None
+    return folder
+
+
+def gpu_order_doubt(count: int) -> str:
+    """A warning if the numbers of GPUs may not be CUDA's, which counts the fastest first.
+
+    See the CUDA C++ Programming Guide, "CUDA Environment Variables".
+    """
+    if count < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return ""
+    return "numbered by bus; CUDA's order may be another one, unless CUDA_DEVICE_ORDER=PCI_BUS_ID"
 
 
 def judge_gpus(gpus: Sequence[Gpu], driver: Driver, runtime: InstalledRuntime | None) -> Finding:
     """The GPUs, and whether the runtime can use them."""
-    doubt = machine.gpu_order_doubt(len(gpus))
+    doubt = gpu_order_doubt(len(gpus))
     text = "; ".join(filter(None, [*map(str, gpus), str(driver), doubt]))
     if runtime is not None and runtime.without_cuda:
         advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
