@@ -134,11 +134,13 @@ def sync(folder: Path) -> None:
         os.close(fd)
 
 
-def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
+def check(folder: Path) -> dict[str, Any]:
     """Check an entry against its manifest and its folder's name; reads only files whose stamps have changed.
 
+    New stamps are recorded, so that the files are not read each time; several processes may do it.
+
     Returns:
-        The facts, as JSON gives them back; and, if stamps differ from the manifest's, new records.
+        The facts, as JSON gives them back.
 
     Raises:
         UnsoundEntryError: The entry is not what the manifest says.
@@ -153,7 +155,15 @@ def check(folder: Path) -> tuple[dict[str, Any], list[_Record] | None]:
             f"unknown files: {sorted(found.keys() - expected)}"
         )
     current = [_check_file(folder, found[name], record) for name, record in records.items()]
-    return facts, current if current != [*records.values()] else None
+    if current != [*records.values()]:
+        with suppress(OSError):  # it is sound all the same
+            draft = _new_draft(folder)
+            try:
+                _write_manifest(draft, facts, current)
+                (draft / MANIFEST).replace(folder / MANIFEST)
+            finally:
+                _remove(draft)
+    return facts
 
 
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, _Record]]:
@@ -191,14 +201,6 @@ def _check_file(folder: Path, info: os.stat_result, record: _Record) -> _Record:
     return current
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    """The facts of an entry, whose files are not checked; empty if its manifest cannot be read."""
-    try:
-        return _read_manifest(folder)[0]
-    except (OSError, UnsoundEntryError):
-        return {}
-
-
 def about(entry: Path) -> Mapping[str, Any]:
     """The content of an entry's `ABOUT_FILE`; empty if it is damaged or missing."""
     try:
@@ -218,6 +220,23 @@ def disk_bytes(folder: Path) -> int:
                 # st_blocks counts 512 bytes, whatever the file system's blocks are (stat(2)).
                 total += os.lstat(os.path.join(path, name)).st_blocks * 512
     return total
+
+
+def _new_draft(entry: Path) -> Path:
+    """Make a tmp folder for an entry."""
+    import tempfile  # not at every worker's start
+
+    return Path(tempfile.mkdtemp(prefix=f"tmp-{entry.name}-", dir=entry.parent))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a tmp folder; if that fails, the next sweep tries again."""
+    import shutil  # not at every worker's start
+
+    try:
+        shutil.rmtree(folder)
+    except OSError as exc:
+        _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
 
 
 # Holding an entry.
@@ -276,8 +295,7 @@ class Held:
                 # Changes nothing where the sender holds LOCK_SH, as it should.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 os.set_inheritable(lock, False)
-                facts, _ = check(folder)
-            held = cls(folder, lock, facts)
+                held = cls(folder, lock, check(folder))
             unless_held.pop_all()
             return held
 
@@ -335,16 +353,6 @@ _Identity = tuple[int, int]
 def is_key(text: str) -> bool:
     """Whether a text can be the key of an entry."""
     return _KEY.fullmatch(text) is not None
-
-
-def _remove(folder: Path) -> None:
-    """Remove a tmp folder; if that fails, the next sweep tries again."""
-    import shutil  # not at every worker's start
-
-    try:
-        shutil.rmtree(folder)
-    except OSError as exc:
-        _log.warning("%s cannot be removed: %s", os.path.realpath(folder), exc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,17 +438,6 @@ class Cache:
             os.utime(folder)
         return folder
 
-    @contextmanager
-    def _existing(self) -> Iterator[bool]:
-        """Whether ROOT exists; errors of the system inside become a `CacheUnusableError`."""
-        with unusable(self.folder):
-            try:
-                check_own(self.folder)
-                exists = True
-            except FileNotFoundError:
-                exists = False
-            yield exists
-
     def open(self, key: str) -> Held | None:
         """Hold an entry that is there and sound.
 
@@ -453,9 +450,8 @@ class Cache:
         """
         if not is_key(key):
             raise InvalidInputError(f"key: got {key!r}, expected 32 hexadecimal digits")
-        with self._existing() as exists:
-            if not exists:
-                return None
+        with unusable(self.folder), suppress(FileNotFoundError):
+            check_own(self.folder)
             end = time.monotonic() + _MAX_BUSY_SECONDS
             damaged: set[_Identity] = set()
             # Another process may be checking whether it is in use, which takes the lock for a moment.
@@ -464,6 +460,7 @@ class Cache:
                     break
                 time.sleep(_PAUSE)
             return held
+        return None
 
     def make(
         self,
@@ -523,24 +520,24 @@ class Cache:
 
     def entries(self) -> list[EntryInfo]:
         """All entries, damaged ones too, the most recently used last."""
-        with self._existing() as exists:
-            if not exists:
-                return []
-            return [
-                EntryInfo(
-                    key=key,
-                    facts=facts_of(self.folder / key),
-                    bytes=size_bytes,
-                    used_at=used_at,
-                    in_use=is_locked(self.folder / key),
-                )
-                for used_at, key, size_bytes in self._stored()
-            ]
+        with unusable(self.folder), suppress(FileNotFoundError):
+            check_own(self.folder)
+            return [self._about(*stored) for stored in self._stored()]
+        return []
+
+    def _about(self, used_at: float, key: str, size_bytes: int) -> EntryInfo:
+        folder = self.folder / key
+        facts: Mapping[str, Any] = {}
+        with suppress(OSError, UnsoundEntryError):
+            facts, _ = _read_manifest(folder)
+        return EntryInfo(
+            key=key, facts=facts, bytes=size_bytes, used_at=used_at, in_use=is_locked(folder)
+        )
 
     def engine_bytes(self) -> int:
         """Disk space of what runtimes keep in `engine_folder`."""
-        with self._existing() as exists:
-            return sum(size for _, _, size in self._engines()) if exists else 0
+        with unusable(self.folder):
+            return sum(size for _, _, size in self._engines())
 
     def clear(self) -> tuple[int, int]:
         """Remove all unused entries, engines, notes on models, and what crashes left.
@@ -548,10 +545,10 @@ class Cache:
         Returns:
             Bytes freed, and how many entries were left because they are in use.
         """
-        with self._existing() as exists:
-            if exists:
-                for note in (*self.folder.glob("sources/*"), *self.folder.glob("splits/*")):
-                    note.unlink(missing_ok=True)
+        with unusable(self.folder), suppress(FileNotFoundError):
+            check_own(self.folder)
+            for note in (*self.folder.glob("sources/*"), *self.folder.glob("splits/*")):
+                note.unlink(missing_ok=True)
         return self._shrink(0)
 
     def evict(self) -> int:
@@ -595,7 +592,7 @@ class Cache:
             if self._identity(key) not in {None, *damaged}:
                 return None
             self._clean(key, entry=True)
-            draft = self._new_draft(key)
+            draft = _new_draft(self.folder / key)
             try:
                 fill(draft, lock)
                 seal(draft, facts)
@@ -617,9 +614,8 @@ class Cache:
     def _shrink(self, limit_bytes: int) -> tuple[int, int]:
         """Remove entries until so many bytes are left; bytes freed, and entries that are in use."""
         freed = in_use = 0
-        with self._existing() as exists:
-            if not exists:
-                return 0, 0
+        with unusable(self.folder), suppress(FileNotFoundError):
+            check_own(self.folder)
             self._sweep()
             stored = sorted([*self._stored(), *self._engines()])
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
@@ -627,10 +623,12 @@ class Cache:
                 # At a limit of 0 an entry is removed even if its files take no space.
                 if limit_bytes and freed >= excess:
                     break
-                if self._remove_one(name):
-                    freed += size_bytes
-                else:
+                if not is_key(name):
+                    _remove(self.folder / name)
+                elif not self._empty(name, entry=True):
                     in_use += 1
+                    continue
+                freed += size_bytes
         return freed, in_use
 
     def _identity(self, key: str) -> _Identity | None:
@@ -673,38 +671,11 @@ class Cache:
             unless_held.callback(os.close, lock)
             if self._identity(key) is None:
                 return None
-            facts, moved = check(folder)
-            if moved is not None:
-                self._record_again(folder, facts, moved)
+            facts = check(folder)
             os.utime(lock)
             held = Held(folder, lock, facts)
             unless_held.pop_all()
             return held
-
-    def _record_again(
-        self, folder: Path, facts: Mapping[str, Any], records: Sequence[_Record]
-    ) -> None:
-        """Record new stamps, so that the files are not read each time; several processes may do it."""
-        with suppress(OSError):  # it is sound all the same
-            draft = self._new_draft(folder.name)
-            try:
-                _write_manifest(draft, facts, records)
-                (draft / MANIFEST).replace(folder / MANIFEST)
-            finally:
-                _remove(draft)
-
-    def _remove_one(self, name: str) -> bool:
-        """Remove an entry that no process uses, or a folder of engines; whether that was done."""
-        if is_key(name):
-            return self._empty(name, entry=True)
-        _remove(self.folder / name)
-        return True
-
-    def _new_draft(self, key: str) -> Path:
-        """Make a tmp folder for an entry."""
-        import tempfile  # not at every worker's start
-
-        return Path(tempfile.mkdtemp(prefix=f"tmp-{key}-", dir=self.folder))
 
     def _drafts(self, key: str) -> list[Path]:
         """The tmp folders of a key. Under its LOCK_EX they are what a crash left."""
@@ -715,7 +686,7 @@ class Cache:
         for left in self._drafts(key):
             _remove(left)
         if entry and self._identity(key):
-            draft = self._new_draft(key)
+            draft = _new_draft(self.folder / key)
             (self.folder / key).rename(draft / "removed")
             _remove(draft)
 
