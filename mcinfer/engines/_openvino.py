@@ -21,13 +21,13 @@ What OpenVINO (2026.4) does, found by trying:
 * Strings crash some operators (Reshape), complex numbers are unknown: `BuildError`.
 """
 
-import hashlib
 import json
+import logging
 import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ from mcinfer.engines.base import (
     array_over,
     memory_limit,
 )
-from mcinfer.engines.preparation import Runtime, engine_folder
+from mcinfer.engines.preparation import Runtime, content_of, facts_of
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -59,11 +59,10 @@ from mcinfer.errors import (
     requires,
     shortened,
 )
-from mcinfer.model_cache import FileState, file_states, is_large
-from mcinfer.model_cache.cache import Cache, CacheUnusableError
-from mcinfer.model_cache.keys import write_atomically
+from mcinfer.model_cache import is_large
+from mcinfer.model_cache.cache import ABOUT_FILE, Cache, CacheUnusableError, entry_key
 from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
-from mcinfer.private import alone_in
+from mcinfer.private import inherited, model_name
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
 # With its package for telemetry, each import writes to ~/intel, starts a thread and sends an event
@@ -110,6 +109,8 @@ _SHORT_OF_MEMORY = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|[Cc]an('t|not) alloc|[Oo]ut of memory|CL_OUT_OF_|"
     r"Resource temporarily unavailable"  # a thread's stack
 )
+
+_log = logging.getLogger("mcinfer.model_cache")
 
 _VERSION = f"openvino {ov.__version__.partition('-')[0]}"
 
@@ -459,9 +460,13 @@ def _check_options(request: EngineRequest) -> None:
 
 def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
     """The model, compiled or taken from the cache."""
-    core, model = ov.Core(), request.model
-    if request.options.free_dimensions:
+    core = ov.Core()
+    model: Any = request.model
+    # OpenVINO knows a file again by its path and time, which a model in memory has anew in each program.
+    by_path = not (request.options.free_dimensions or inherited(model))
+    if not by_path:
         model = core.read_model(model)
+    if request.options.free_dimensions:
         ports = enumerate(_ports("input", model.inputs, inputs))
         model.reshape(
             {n: [d if isinstance(d, int) else -1 for d in p.spec.shape] for n, p in ports}
@@ -469,38 +474,29 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
     device = _device(core, request)
     properties = _properties(request, device)
 
-    def compile_model() -> Any:
+    def compile_model(**more: str) -> Any:
         try:
-            return core.compile_model(model, device, properties)
+            return core.compile_model(model, device, {**properties, **more})
         except RuntimeError as exc:
             lacking = _lacking(core, request.model, device)
             raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)
 
-    folder = _cache_folder(request, core, device)
-    if folder is None:
-        return compile_model()
-    properties["CACHE_DIR"] = str(folder)
-    with ExitStack() as alone:
-        checked = _checked(folder)
-        if not checked:
+    def fill(folder: Path, _: int) -> None:
+        built.append(compile_model(CACHE_DIR=str(folder)))
+        about = json.dumps({"name": model_name(request.model)})
+        (folder / ABOUT_FILE).write_text(about, encoding="utf-8")
+
+    built: list[Any] = []
+    kept: dict[str, str] = {}
+    with ExitStack() as opened:
+        if _is_kept(request):
             try:
-                # Workers that start together build it once.
-                alone.enter_context(alone_in(folder, _STUCK_SECONDS))
-                checked = _checked(folder) or _emptied(folder)
-            except OSError:  # another one stands still, or the folder is gone
-                del properties["CACHE_DIR"]
-        compiled = compile_model()
-        if "CACHE_DIR" in properties and compiled.get_property("LOADED_FROM_CACHE"):
-            if _kept(folder) != checked:
-                del properties["CACHE_DIR"]
-                compiled = compile_model()
-            return compiled
-        with suppress(OSError):
-            for state in {*_kept(folder)} - {*checked}:
-                _record(state, _digest(state.path))
-    with suppress(CacheUnusableError):
-        Cache.default().evict()
-    return compiled
+                facts = _facts(request, core, device, by_path=by_path)
+                entry = Cache.default().make(entry_key(facts), facts, fill, wait=_STUCK_SECONDS)
+                kept["CACHE_DIR"] = str(opened.enter_context(closing(entry)).folder)
+            except (CacheUnusableError, OSError) as exc:
+                _log.warning("%s: what openvino builds is not kept: %s", request.model, exc)
+        return built.pop() if built else compile_model(**kept)
 
 
 def _device(core: Any, request: EngineRequest) -> str:
@@ -540,67 +536,23 @@ def _properties(request: EngineRequest, device: str) -> dict[str, Any]:
     return {**properties, **request.options.session_config}
 
 
-def _cache_folder(request: EngineRequest, core: Any, device: str) -> Path | None:
-    """Where to keep the compiled model; None if it is not to be kept, or cannot."""
+def _is_kept(request: EngineRequest) -> bool:
+    """Whether the compiled model becomes an entry of the cache."""
     options = request.options
     if options.prepare == "never" or "CACHE_DIR" in options.session_config:
-        return None
-    if options.prepare == "auto" and not is_large(request.model, None):
-        return None
+        return False
+    return options.prepare == "always" or is_large(request.model, None)
+
+
+def _facts(request: EngineRequest, core: Any, device: str, *, by_path: bool) -> dict[str, Any]:
+    """What a compiled model depends on, with what OpenVINO knows its file by."""
     build = ov.__version__
     if device != "CPU":
         build += f" {core.get_property(device, 'FULL_DEVICE_NAME')}"
-    folder = engine_folder(request, Runtime(version=_VERSION, build=build, ignored=frozenset()))
-    return None if folder is None else Path(folder)
-
-
-# Beside each compiled model in its folder lies a record: its state when it was written, and its SHA-256.
-# OpenVINO itself would take one that was damaged since, and compute something else.
-
-_RECORD = ".json"
-"""What the name of a record has after its model's."""
-
-
-def _kept(folder: Path) -> tuple[FileState, ...]:
-    """The compiled models in a folder."""
-    with suppress(OSError):  # another process removes one
-        return file_states(map(str, sorted(folder.glob("*.blob"))))
-    return ()
-
-
-def _checked(folder: Path) -> tuple[FileState, ...]:
-    """The compiled models in a folder; none if one of them is not what its record says, or has none yet."""
-    found = _kept(folder)
-    return found if all(map(_is_sound, found)) else ()
-
-
-def _is_sound(state: FileState) -> bool:
-    try:
-        known = json.loads(Path(state.path + _RECORD).read_bytes())
-        if known["state"] == [*state]:
-            return True
-        if _digest(state.path) != known["sha256"]:
-            return False
-        _record(state, known["sha256"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return False
-    return True
-
-
-def _record(state: FileState, sha256: str) -> None:
-    write_atomically(Path(state.path + _RECORD), json.dumps({"state": state, "sha256": sha256}))
-
-
-def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _emptied(folder: Path) -> tuple[FileState, ...]:
-    """None: what is not as it was written is removed, and built again."""
-    for path in folder.glob("*.blob"):
-        path.unlink(missing_ok=True)
-    return ()
+    runtime = Runtime(version=_VERSION, build=build, ignored=frozenset())
+    content = content_of(request, any_format=True)
+    file = [content.stamps[0].path, content.stamps[0].mtime_ns] if by_path else None
+    return {**facts_of(request, runtime, content), "file": file}
 
 
 def _lacking(core: Any, model: str, device: str) -> str:

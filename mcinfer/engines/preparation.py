@@ -214,17 +214,16 @@ def identity(request: EngineRequest, content: ModelContent, runtime: str) -> str
 
 
 def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
-    """Where a runtime keeps what it builds for a request (TensorRT, OpenVINO); None if it cannot.
+    """Where TensorRT keeps what it builds for a request; None if it cannot.
 
-    A folder for each model's content: TensorRT finds an engine by the graph alone, OpenVINO by the model's
-    path, and both would run an earlier model's weights.
+    A folder for each model's content: TensorRT finds an engine by the graph alone, and would run an earlier
+    model's weights.
     """
     try:
         facts = facts_of(request, runtime, content_of(request, any_format=True))
         return str(Cache.default().engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
-        name = runtime.version.partition(" ")[0]
-        _log.warning("%s: what %s builds is not kept: %s", request.model, name, exc)
+        _log.warning("%s: what TensorRT builds is not kept: %s", request.model, exc)
         return None
 
 

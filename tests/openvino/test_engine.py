@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -33,9 +33,9 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.examples import encoder
-from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.cache import MANIFEST, Cache, lock_path
 from mcinfer.model_cache.keys import read_content
-from mcinfer.private import alone_in
+from mcinfer.private import Descriptor, take_lock
 from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, rows
@@ -709,7 +709,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def blobs(cache: Cache) -> list[Path]:
-    return sorted(cache.folder.glob("engines/*/*.blob"))
+    return sorted(cache.folder.glob("*/*.blob"))
 
 
 def is_from_cache(engine: OpenVinoEngine) -> bool:
@@ -723,7 +723,7 @@ def test_second_start_takes_the_compiled_model_from_the_cache(
     first = loaded(model, prepare="always")
     assert not is_from_cache(first)
     (blob,) = blobs(cache)
-    assert cache.engine_bytes() > 0
+    assert [info.facts["file"][0] for info in cache.entries()] == [model]
     second = loaded(model, prepare="always", threads=2)
     assert is_from_cache(second)
     assert spec_text(second) == spec_text(first) == ["x: float32[n, 3]", "y: float32[n, 3]"]
@@ -756,7 +756,7 @@ def test_small_models_and_those_never_prepared_are_not_kept(cache: Cache, save: 
     )
     loaded(small, prepare="auto")
     loaded(large, prepare="never")
-    loaded(large, prepare="auto", session_config={"CACHE_DIR": str(cache.folder / "mine")})
+    loaded(large, prepare="auto", session_config={"CACHE_DIR": str(cache.folder.with_name("mine"))})
     assert not blobs(cache)
     loaded(large, prepare="auto")
     assert len(blobs(cache)) == 1
@@ -776,7 +776,7 @@ def test_build_that_was_damaged_is_made_again(cache: Cache, save: SaveModel, dam
         else:
             file.write(np.ones(16384, np.float32).tobytes())
     if "no record" in damage:
-        Path(f"{blob}.json").unlink()
+        (blob.parent / MANIFEST).unlink()
     x = np.ones((1, 512), np.float32)
     for is_known in (False, True):
         engine = loaded(model, prepare="always")
@@ -808,7 +808,8 @@ def test_build_that_stands_still_keeps_no_other_worker_waiting(
     (blob,) = blobs(cache)
     blob.unlink()
     monkeypatch.setattr(_openvino, "_STUCK_SECONDS", 0.2)
-    with alone_in(blob.parent):
+    lock = take_lock(lock_path(blob.parent))
+    with closing(Descriptor(lock or 0)):
         engine = loaded(model, prepare="always")
     np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
 
