@@ -180,7 +180,7 @@ class _FakeRun(BoundRun):
         count = len(engine.spec.inputs)
         self._inputs = [*map(array_of, inputs[:count])]
         self._weights = {item.name: array_of(item) for item in inputs[count:]}
-        self._outputs = {item.name: array_of(item) for item in outputs}
+        self._outputs = {item.name: item for item in outputs}
 
     def execute(self) -> Sequence[Produced | Strings]:
         arrays = self._engine.run(self._inputs, self._weights)

@@ -444,7 +444,7 @@ class ArrayEngine(Engine):
 
     def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
         arrays = [self._input_array(*pair) for pair in zip(self.spec.inputs, inputs, strict=True)]
-        return _ArrayRun(self, arrays, {item.name: array_over(item) for item in outputs})
+        return _ArrayRun(self, arrays, {item.name: item for item in outputs})
 
     def _input_array(self, spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
         given = STRING if isinstance(item, Strings) else item.element_type
@@ -457,26 +457,21 @@ class ArrayEngine(Engine):
         return array_over(item)
 
     def deliver(
-        self, arrays: Sequence[NDArray[Any]], places: Mapping[str, NDArray[Any]]
+        self, arrays: Sequence[NDArray[Any]], places: Mapping[str, Buffer]
     ) -> list[Produced | Strings]:
         """Write a run's outputs to their places; return those that have none, or one of another shape.
 
-        The returned arrays are copied, or C-contiguous. `PredictError`: one has another type than its place.
+        `PredictError`: one has another type than the model says.
         """
-        produced = []
-        for output, array in zip(self.spec.outputs, arrays, strict=True):
-            place = places.get(output.name)
-            if place is not None and place.dtype != array.dtype:
-                raise PredictError(
-                    f"{self.name}: output {output.name!r} is {array.dtype}{[*array.shape]}, bound as "
-                    f"{place.dtype}{[*place.shape]}"
-                )
-            if place is None or place.shape != array.shape:
-                own = array.copy(order="C") if self.lends_outputs else array
-                produced.append(produced_from(output, own))
-            else:
-                place[...] = array
-        return produced
+        outputs = [*zip(self.spec.outputs, arrays, strict=True)]
+        for spec, array in outputs:
+            if array.dtype != spec.dtype:
+                raise PredictError(f"{self.name}: got {array.dtype}{[*array.shape]} for {spec}")
+        left = delivered([produced_from(s, np.asarray(a, order="C")) for s, a in outputs], places)
+        if not self.lends_outputs:
+            return left
+        names = {item.name for item in left}
+        return [produced_from(spec, array.copy()) for spec, array in outputs if spec.name in names]
 
     def arm(self) -> None:
         self._stop.clear()
@@ -495,7 +490,7 @@ class _ArrayRun(BoundRun):
         self,
         engine: ArrayEngine,
         inputs: Sequence[NDArray[Any]],
-        places: Mapping[str, NDArray[Any]],
+        places: Mapping[str, Buffer],
     ) -> None:
         self._engine = engine
         self._inputs = inputs
