@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcinfer.cli import main
-from mcinfer.model_cache.cache import Cache, Held, entry_key
+from mcinfer.model_cache.cache import Cache, Held
 from tests.command_line import Capture, only_line
 
 
@@ -30,7 +30,7 @@ def made(cache: Cache, name: str, *, size: int = 0, fails: bool = False) -> Held
             (folder / "weights.bin").write_bytes(bytes(size))
 
     facts = {"model": name, "engine": "onnxruntime 1.2"}
-    return cache.make(entry_key(facts), facts, fill, wait=0)
+    return cache.make(facts, fill, wait=0)
 
 
 def printed(capsys: Capture, command: str) -> list[str]:

@@ -15,7 +15,7 @@ from onnx import helper
 from mcinfer.cli import inspect, main
 from mcinfer.cli.doctor import installed_runtime
 from mcinfer.engines.preparation import ensure_prepared
-from mcinfer.model_cache.cache import FAILURE_FILE, Cache, entry_key
+from mcinfer.model_cache.cache import FAILURE_FILE, Cache
 from mcinfer.model_cache.keys import read_content
 from tests.command_line import FLOAT, Capture, Value, only_line, save, save_double
 
@@ -206,7 +206,7 @@ def test_state_in_the_cache_is_printed(cache: Cache, tmp_path: Path, capsys: Cap
         (folder / FAILURE_FILE).write_text("why")
 
     facts = {"model": read_content(small).digest}
-    cache.make(entry_key(facts), facts, fail, wait=5.0).close()
+    cache.make(facts, fail, wait=5.0).close()
     line = said(small, capsys)[-1]
     assert line == "prepared: no, it cannot be; a worker loads the file as it is"
 

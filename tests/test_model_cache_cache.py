@@ -50,7 +50,7 @@ def fill_not(folder: Path, lock: int) -> None:
 
 
 def make(cache: Cache, facts: Mapping[str, Any] = FACTS) -> Held:
-    return cache.make(entry_key(facts), facts, fill, wait=0)
+    return cache.make(facts, fill, wait=0)
 
 
 def make_and_let_go(cache: Cache, facts: Mapping[str, Any] = FACTS) -> Path:
@@ -105,7 +105,7 @@ def test_entry_is_made_once_for_its_owner_only_and_opened_as_it_was_made(tmp_pat
     assert not cache.folder.exists()
     with closing(make(cache)) as made:
         assert (made.folder, made.key, made.facts) == (cache.folder / KEY, KEY, FACTS)
-        with closing(cache.make(KEY, FACTS, fill_not, wait=0)) as again:
+        with closing(cache.make(FACTS, fill_not, wait=0)) as again:
             assert again.folder == made.folder
     opened = cache.open(KEY)
     assert opened is not None
@@ -127,7 +127,7 @@ def test_what_fill_raises_passes_and_leaves_no_entry(cache: Cache) -> None:
 
     before = descriptors()
     with pytest.raises(KeyboardInterrupt):
-        cache.make(KEY, FACTS, fail, wait=0)
+        cache.make(FACTS, fail, wait=0)
     assert descriptors() == before
     assert names(cache.folder) == [f"{KEY}.lock"]
     assert cache.open(KEY) is None
@@ -205,7 +205,7 @@ def test_damaged_entry_is_not_opened_and_made_again(
     with closing(make(cache)) as held:
         assert (held.folder / "weights.bin").read_bytes() == WEIGHTS
         assert cache.entries()[0].bytes >= 2 * len(WEIGHTS)
-        cache.make(KEY, FACTS, fill_not, wait=0).close()
+        cache.make(FACTS, fill_not, wait=0).close()
     assert descriptors() == before
     assert {*names(cache.folder)} - {"elsewhere"} == {KEY, f"{KEY}.lock"}
 
@@ -226,15 +226,15 @@ def test_files_are_read_again_only_where_their_stamps_changed_which_is_recorded(
         return whole(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", watch)
-    cache.make(KEY, FACTS, fill_not, wait=0).close()
+    cache.make(FACTS, fill_not, wait=0).close()
     assert {"model.onnx", "weights.bin"} <= {*read}
     assert mode(folder / "manifest.json") == 0o400
     assert names(cache.folder) == [KEY, f"{KEY}.lock"]
     read.clear()
-    cache.make(KEY, FACTS, fill_not, wait=0).close()
+    cache.make(FACTS, fill_not, wait=0).close()
     assert not {"model.onnx", "weights.bin"} & {*read}
     os.utime(folder / "weights.bin", (0, 0))
-    cache.make(KEY, FACTS, fill_not, wait=0).close()
+    cache.make(FACTS, fill_not, wait=0).close()
     assert "weights.bin" in read
     assert "model.onnx" not in read
 
@@ -273,7 +273,7 @@ def test_wait_for_another_maker_ends(cache: Cache, caplog: pytest.LogCaptureFixt
         locked(cache, KEY, fcntl.LOCK_EX),
         pytest.raises(CacheUnusableError, match=r"another process .* for 0\.05 s"),
     ):
-        cache.make(KEY, FACTS, fill_not, wait=0.05)
+        cache.make(FACTS, fill_not, wait=0.05)
     assert time.monotonic() - start >= 0.05
     assert descriptors() == before
     assert caplog.text.count("waiting") == 1
@@ -283,7 +283,7 @@ def test_damaged_entry_that_is_in_use_stays(cache: Cache) -> None:
     with closing(make(cache)) as held:
         damage_a_byte(held.folder)
         with pytest.raises(CacheUnusableError, match="using a damaged one"):
-            cache.make(KEY, FACTS, fill_not, wait=0.02)
+            cache.make(FACTS, fill_not, wait=0.02)
         assert "weights.bin" in names(held.folder)
     make_and_let_go(cache)
 
@@ -308,7 +308,7 @@ def test_lock_that_was_removed_before_it_was_taken_is_taken_again(
         assert os.path.samestat(os.fstat(lock), path.stat())
 
     monkeypatch.setattr(fcntl, "flock", lock_late)
-    with closing(cache.make(KEY, FACTS, fill_and_look, wait=5)) as held:
+    with closing(cache.make(FACTS, fill_and_look, wait=5)) as held:
         assert os.path.samestat(os.fstat(held.lock), path.stat())
 
 

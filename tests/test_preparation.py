@@ -418,7 +418,7 @@ def test_model_that_was_prepared_elsewhere_is_refused(tmp_path: Path, cache: Cac
 
     for fact in ("engine", "cpu", "device"):
         facts = {**here, fact: "another one"}
-        cache.make(entry_key(facts), facts, fill, wait=0).close()
+        cache.make(facts, fill, wait=0).close()
         with pytest.raises(BuildError, match=f"for {fact} another one, here is {here[fact]}"):
             open_ort(str(cache.folder / entry_key(facts) / "model.onnx"))
     assert cache.clear()[1] == 0

@@ -14,7 +14,7 @@ import pytest
 
 from mcinfer.config import EngineOptions, ProviderKind
 from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, WeightAccessError
-from mcinfer.model_cache.cache import Cache, Held, entry_key
+from mcinfer.model_cache.cache import Cache, Held
 from mcinfer.process import start_time
 from mcinfer.shm.descriptors import close_all, receive, send
 from mcinfer.weight_sharing import MAX_HANDLE, WeightOwner, address, open_weights
@@ -33,7 +33,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
     def fill(folder: Path, _: int) -> None:
         (folder / "model.onnx").write_bytes(CONTENT)
 
-    held = Cache(tmp_path / "cache", 1 << 20).make(entry_key(FACTS), FACTS, fill, wait=10)
+    held = Cache(tmp_path / "cache", 1 << 20).make(FACTS, fill, wait=10)
     yield held
     held.close()
 

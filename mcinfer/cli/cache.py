@@ -1,5 +1,6 @@
 """``mcinfer cache``: list, empty and fill the cache of prepared models."""
 
+import logging
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import datetime
@@ -52,7 +53,7 @@ def clear() -> None:
 
 def prepare(model: ModelArgument) -> None:
     """Prepare a model, so that workers start at once."""
-    from mcinfer.engines.preparation import ensure_prepared  # which needs NumPy
+    from mcinfer.engines.preparation import SLOW, ensure_prepared  # which needs NumPy
 
     check_model(model)
     made = False
@@ -62,6 +63,8 @@ def prepare(model: ModelArgument) -> None:
         made = True
         work.show(0, f"{megabytes(tick['written'])} written")
 
+    log = logging.getLogger("mcinfer.model_cache")
+    log.addFilter(lambda record: record.msg != SLOW)  # the line below shows it
     with showing_work(f"preparing {printable(model.name)}") as work:
         held = ensure_prepared(model, progress=show)
     with closing(held):

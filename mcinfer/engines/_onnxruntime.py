@@ -4,7 +4,6 @@ Tensors are bound by address and ONNX element type; this allows types that ``ses
 (bfloat16, float8, int4). Strings cannot be bound: a model with string inputs runs by value instead.
 """
 
-import logging
 import mmap
 import os
 import re
@@ -13,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import chain
 from math import prod
@@ -41,7 +40,6 @@ from mcinfer.engines.base import (
 from mcinfer.engines.preparation import (
     FELL_BACK,
     OWN_COPY,
-    SLOW,
     Preparation,
     Runtime,
     content_of,
@@ -154,15 +152,13 @@ RUNTIME = Runtime(
     version=f"onnxruntime {ort.__version__}",
     build=ort.get_build_info(),
     providers=tuple(ort.get_available_providers()),
-    ignored=frozenset(
-        {
-            _SHARED_ARENA,
-            FOLDER_KEY,
-            "session.force_spinning_stop",
-            "session.inter_op.allow_spinning",
-            "session.intra_op.allow_spinning",
-            "session.intra_op_thread_affinities",
-        }
+    ignored=(
+        _SHARED_ARENA,
+        FOLDER_KEY,
+        "session.force_spinning_stop",
+        "session.inter_op.allow_spinning",
+        "session.intra_op.allow_spinning",
+        "session.intra_op_thread_affinities",
     ),
 )
 
@@ -719,24 +715,14 @@ def fill(_: Progress, request: Mapping[str, Any], folder: str, most_file_bytes: 
     prepare(request_of(request), folder)
 
 
-def ensure(progress: Progress, request: Mapping[str, Any], given: tuple[bool, str]) -> str:
-    """Find or make the prepared model, in a child; its key.
+def runtime(_: Progress) -> dict[str, Any]:
+    """`RUNTIME`, of a child, for a process that does not import it."""
+    return asdict(RUNTIME)
 
-    `given` says whether progress is shown (if not, one line on standard error says what is done), and which
-    model of device it is for.
-    """
-    shown, model = given
-    wanted = request_of(request).with_options(prepare="always")
-    if model:
-        wanted = replace(wanted, device_model=lambda: model)
-    if shown:
-        logging.getLogger("mcinfer.model_cache").addFilter(lambda record: record.msg != SLOW)
-    preparation = prepared(wanted, progress)
-    if preparation.held is None:
-        load(wanted.with_options(prepare="never"))  # it may not be a model at all
-        raise BuildError(f"{wanted.model}: {'; '.join(preparation.notes)}")
-    preparation.held.close()
-    return preparation.held.key
+
+def check(_: Progress, request: Mapping[str, Any]) -> None:
+    """Load a model as it is, in a child; `BuildError` if that is impossible."""
+    load(request_of(request).with_options(prepare="never"))
 
 
 def save(_: Progress, plain: Mapping[str, Any], target: str) -> None:

@@ -60,7 +60,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.model_cache import is_large
-from mcinfer.model_cache.cache import ABOUT_FILE, Cache, CacheUnusableError, entry_key
+from mcinfer.model_cache.cache import ABOUT_FILE, Cache, CacheUnusableError
 from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
 from mcinfer.private import inherited, model_name
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
@@ -492,7 +492,7 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
         if _is_kept(request):
             try:
                 facts = _facts(request, core, device, by_path=by_path)
-                entry = Cache.default().make(entry_key(facts), facts, fill, wait=_STUCK_SECONDS)
+                entry = Cache.default().make(facts, fill, wait=_STUCK_SECONDS)
                 kept["CACHE_DIR"] = str(opened.enter_context(closing(entry)).folder)
             except (CacheUnusableError, OSError) as exc:
                 _log.warning("%s: what openvino builds is not kept: %s", request.model, exc)
@@ -549,7 +549,7 @@ def _facts(request: EngineRequest, core: Any, device: str, *, by_path: bool) -> 
     build = ov.__version__
     if device != "CPU":
         build += f" {core.get_property(device, 'FULL_DEVICE_NAME')}"
-    runtime = Runtime(version=_VERSION, build=build, ignored=frozenset())
+    runtime = Runtime(version=_VERSION, build=build)
     content = content_of(request, any_format=True)
     file = [content.stamps[0].path, content.stamps[0].mtime_ns] if by_path else None
     return {**facts_of(request, runtime, content), "file": file}

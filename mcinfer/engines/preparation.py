@@ -92,8 +92,8 @@ class Runtime:
 
     version: str
     build: str
-    ignored: frozenset[str]
-    providers: tuple[str, ...] = ()
+    ignored: Sequence[str] = ()
+    providers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Preparation:
 def find_or_make(
     request: EngineRequest,
     runtime: Runtime,
-    fill: Callable[..., None],
+    fill: Callable[..., None] | str,
     progress: Progress | None = None,
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
@@ -148,7 +148,7 @@ def find_or_make(
             progress=progress,
             keeps_failure=True,
         )
-        held = open_or_make(facts_of(request, runtime, content), making)
+        held = making.open(facts_of(request, runtime, content))
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
         notes = (shortened(f"{OWN_COPY}: {exc}"),) if prepare == "always" else ()
@@ -319,19 +319,6 @@ def cpu_features() -> str:
 # Making an entry.
 
 
-def open_or_make(facts: Mapping[str, Any], making: "Making") -> Held:
-    """The entry of these facts; if there is none yet, one process of all that want it makes it.
-
-    Raises:
-        BuildError: The function raised it, and the failure is not kept.
-        CacheUnusableError: See `Cache.make`.
-        ChildFailedError: The process that makes it failed; another try may succeed.
-    """
-    return Cache.default().make(
-        entry_key(facts), facts, making.fill, wait=_STUCK_SECONDS, progress=making.report
-    )
-
-
 @dataclass(slots=True, kw_only=True)
 class Making:
     """One entry that this process makes, or waits for: how its folder is filled, and what was reported of it.
@@ -350,7 +337,7 @@ class Making:
         keeps_failure: Whether an error of the function becomes an entry, which says it to all who come later.
     """
 
-    function: Callable[..., None]
+    function: Callable[..., None] | str
     arguments: Sequence[Any] = ()
     request: EngineRequest
     content: ModelContent
@@ -361,6 +348,16 @@ class Making:
     _start: float = field(default_factory=monotonic, init=False)
     _seen: object = field(default=None, init=False)
     _warned: bool = field(default=False, init=False)
+
+    def open(self, facts: Mapping[str, Any]) -> Held:
+        """The entry of these facts; if there is none yet, one process of all that want it makes it.
+
+        Raises:
+            BuildError: The function raised it, and the failure is not kept.
+            CacheUnusableError: See `Cache.make`.
+            ChildFailedError: The process that makes it failed; another try may succeed.
+        """
+        return Cache.default().make(facts, self.fill, wait=_STUCK_SECONDS, progress=self.report)
 
     def report(self, written: int) -> None:
         if self.progress is not None:
@@ -501,21 +498,18 @@ def ensure_prepared(
         BuildError: The model cannot be prepared (the engine's message), or the cache cannot be used.
     """
     path = Path(model).absolute()
-
-    def tick(state: Mapping[str, Any]) -> None:
-        if "seconds" in state and progress is not None:
-            progress(state)
-
+    request = _for_child(path, replace(options, prepare="always"), device)
+    if device_model:
+        request = replace(request, device_model=lambda: device_model)
     try:
-        key = _in_child("ensure", path, options, device, [progress is not None, device_model], tick)
-        held = Cache.default().open(key)
+        runtime = Runtime(**run_child(f"{_ADAPTER}:runtime", []))
+        preparation = find_or_make(request, runtime, f"{_ADAPTER}:fill", progress)
+        if preparation.held is None:  # it may not be a model at all
+            _in_child("check", request)
+            raise BuildError(f"{path}: {'; '.join(preparation.notes)}")
     except ChildFailedError as exc:
         raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
-    except CacheUnusableError as exc:
-        raise BuildError(f"{path}: {exc}") from exc
-    if held is None:  # its limit is too small, or it has just been cleared
-        raise BuildError(f"{path}: it was prepared, and is not in the cache any more")
-    return held
+    return preparation.held
 
 
 def save_optimised(
@@ -537,24 +531,22 @@ def save_optimised(
     """
     path = Path(model).absolute()
     try:
-        _in_child("save", path, options, device, str(Path(target).absolute()))
+        _in_child("save", _for_child(path, options, device), str(Path(target).absolute()))
     except ChildFailedError as exc:
         raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
 
 
-def _in_child(
-    name: str,
-    model: Path,
-    options: EngineOptions,
-    device: str,
-    argument: object,
-    tick: Progress = lambda _: None,
-) -> Any:
-    """Call this function of the adapter in a child, which alone imports the runtime.
+_ADAPTER = "mcinfer.engines._onnxruntime"
+"""Children alone import it, and with it the runtime."""
 
-    Its arguments are the request of a process that runs nothing, and `argument`.
-    """
+
+def _for_child(model: Path, options: EngineOptions, device: str) -> EngineRequest:
+    """The request of a process that runs nothing."""
     alone = replace(options, threads=1, inter_op_threads=None)
-    request = EngineRequest(model=str(model), device=Device.parse(device), options=alone)
-    function = f"mcinfer.engines._onnxruntime:{name}"
-    return run_child(function, [_plain(request), argument], tick, pass_fds=inherited(request.model))
+    return EngineRequest(model=str(model), device=Device.parse(device), options=alone)
+
+
+def _in_child(name: str, request: EngineRequest, *arguments: object) -> None:
+    """Call this function of the adapter in a child, with the request and further arguments."""
+    task = [_plain(request), *arguments]
+    run_child(f"{_ADAPTER}:{name}", task, pass_fds=inherited(request.model))

@@ -464,7 +464,6 @@ class Cache:
 
     def make(
         self,
-        key: str,
         facts: Mapping[str, Any],
         fill: Callable[[Path, int], None],
         *,
@@ -474,8 +473,7 @@ class Cache:
         """Hold an entry; make it if it is missing or damaged. Of many processes, one makes it.
 
         Args:
-            key: `entry_key` of the facts.
-            facts: What the entry is made from: what JSON can say.
+            facts: What the entry is made from: what JSON can say. Its key is the `entry_key` of them.
             fill: Called with a new folder, to put regular files into it, and with the descriptor of the lock:
                 a process that inherits the descriptor keeps others from making this entry while it lives.
                 Its exceptions pass through, except errors of the system.
@@ -487,6 +485,7 @@ class Cache:
             CacheUnusableError: The folder cannot be written to, the disk is full, others could change the
                 folder, or the time is over.
         """
+        key = entry_key(facts)
         with unusable(self.folder):
             check_own(self.folder, make=0o700)
             damaged: set[_Identity] = set()

@@ -48,7 +48,7 @@ class ChildFailedError(McinferError):
 def run_child(
     function: Callable[..., Any] | str,
     arguments: Sequence[Any],
-    tick: Progress,
+    tick: Progress = lambda _: None,
     *,
     pass_fds: Sequence[int] = (),
     most_seconds: float = _MAX_SECONDS,

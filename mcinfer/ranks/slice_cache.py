@@ -34,7 +34,6 @@ from mcinfer.engines.preparation import (
     facts_of,
     is_transient,
     limit_files,
-    open_or_make,
     request_of,
 )
 from mcinfer.errors import BuildError, shortened
@@ -88,7 +87,7 @@ def find_or_make_slices(
             kind=f", {tensor * pipeline} slices",
             progress=progress,
         )
-        return open_or_make(facts, making)
+        return making.open(facts)
     except (CacheUnusableError, ChildFailedError, OSError) as exc:
         text = DRAFT.sub("…", shortened(str(exc)))
         raise BuildError(f"{request.model}: its slices could not be made: {text}") from exc

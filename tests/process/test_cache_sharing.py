@@ -36,7 +36,7 @@ def fill(folder, lock):
 """
 
 HOLD = """
-held = cache.make(key, facts, fill, wait=10)
+held = cache.make(facts, fill, wait=10)
 say((held.folder / "weights.bin").read_text())
 signal.pause()
 """
@@ -53,7 +53,7 @@ def fill(folder: Path, lock: int) -> None:
 
 
 def make(cache: Cache, wait: float = 0) -> Held:
-    return cache.make(KEY, FACTS, fill, wait=wait)
+    return cache.make(FACTS, fill, wait=wait)
 
 
 def kill(program: Program) -> None:
@@ -97,7 +97,7 @@ def fill_and_hang(folder, lock):
     say(folder.name)
     signal.pause()
 
-cache.make(key, facts, fill_and_hang, wait=0)
+cache.make(facts, fill_and_hang, wait=0)
 """
 
 
@@ -132,7 +132,7 @@ def fill_in_a_child(folder, lock):
     say(child.pid)
     signal.pause()
 
-cache.make(key, facts, fill_in_a_child, wait=0)
+cache.make(facts, fill_in_a_child, wait=0)
 """
     with Program(PREAMBLE + text, tmp_path) as program:
         child = int(program.line())

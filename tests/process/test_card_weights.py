@@ -15,7 +15,7 @@ import onnx
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.model_cache.cache import Cache, entry_key
+from mcinfer.model_cache.cache import Cache
 from tests.emulated_cards import EMULATED
 from tests.process.scripts import ROOT
 from tests.text_models import text_model
@@ -181,7 +181,7 @@ Start = Callable[..., Peer]
 def start(tmp_path_factory: pytest.TempPathFactory, checked_together: ExitStack) -> Start:
     """Starts processes that share cards, and a cache with one prepared model."""
     folder = tmp_path_factory.mktemp("cards") / "cache"
-    Cache(folder, 1 << 30).make(entry_key(FACTS), FACTS, save, wait=10).close()
+    Cache(folder, 1 << 30).make(FACTS, save, wait=10).close()
     ledger = f"test{os.getpid()}"
 
     def peer(**env: str) -> Peer:

@@ -130,7 +130,7 @@ def test_ended_preparation_leaves_no_child_no_entry_and_no_folder(
     before = {*runtime_dir.rglob("*")}
     with Program(COMMAND, *command, large) as program:
         process = psutil.Process(program.pid)
-        wait_until(lambda: len(process.children(recursive=True)) >= 2)  # the second one prepares it
+        wait_until(lambda: any(cache.folder.glob("tmp-*")))  # which a child is about to fill
         children = [child.pid for child in process.children(recursive=True)]
         if number == signal.SIGINT:
             program.interrupt()

@@ -85,7 +85,7 @@ def cache(tmp_path: Path) -> Cache:
         (folder / "model.onnx").write_text(CONTENT)
 
     cache = Cache(tmp_path / "cache", 1 << 20)
-    cache.make(entry_key(FACTS), FACTS, fill, wait=10).close()
+    cache.make(FACTS, fill, wait=10).close()
     return cache
 
 
