@@ -207,7 +207,8 @@ def test_weights_that_a_session_cannot_use_are_its_own(card: Card, tmp_path: Pat
     expected = results(open_on_card(path, slab=leader))
     hidden = open_on_card(path, slab=lambda model: replace(leader(model), host_address=None))
     assert hidden.notes == (
-        f"{OWN_COPY}: the session runs on the CPUExecutionProvider, which cannot read the card's memory",
+        f"{OWN_COPY}: onnxruntime {ort.__version__} with the CPUExecutionProvider cannot use those on the "
+        "card",
     )
     np.testing.assert_array_equal(results(hidden)[0], expected[0])
     leader.block, block = card.create(-2, 100), leader.block

@@ -158,14 +158,13 @@ def examine() -> Iterator[Finding]:
 
 def look_at_model(model: Path) -> Finding:
     """Whether an inline session of a model shares its weights, by opening one in another process."""
-    from mcinfer.model_cache.onnx_files import LOOK_BYTES, bytes_at, looks_like
+    from mcinfer.model_cache.onnx_files import looks_like
 
     try:
         key, why = _answer(_OPEN, "it cannot be opened", str(model))
     except EngineError as exc:
         found = str(exc)
-        start = bytes_at(model, 0, LOOK_BYTES)
-        if start is not None and (kind := looks_like(start)):
+        if kind := looks_like(model):
             found = f"it is {kind}, no model"
         return Finding(str(model), found, problem="name an ONNX model that ONNX Runtime loads")
     if key:

@@ -17,11 +17,12 @@ from functools import cache
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mcinfer.engines import providers
 from mcinfer.engines.base import (
     LACKS,
     BoundRun,
@@ -49,18 +50,6 @@ from mcinfer.engines.preparation import (
     limit_files,
     request_of,
 )
-from mcinfer.engines.providers import (
-    NAMES,
-    ON_CARDS,
-    check_available,
-    check_got,
-    device_error,
-    graph_options,
-    keeps_engines,
-    provider_list,
-    provider_of,
-    runtime_values,
-)
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -71,20 +60,9 @@ from mcinfer.errors import (
     requires,
     shortened,
 )
-from mcinfer.model_cache import FOLDER_KEY
+from mcinfer.model_cache import FOLDER_KEY, onnx_files
 from mcinfer.model_cache.cache import MODEL_FILE
 from mcinfer.model_cache.children import Progress
-from mcinfer.model_cache.onnx_files import (
-    LOOK_BYTES,
-    added_inputs,
-    bytes_at,
-    chunks,
-    external_files,
-    looks_like,
-    nodes,
-    open_regular,
-    scan,
-)
 from mcinfer.private import ModelInMemory, alone_in
 from mcinfer.process import without_telemetry
 from mcinfer.specs import (
@@ -192,17 +170,12 @@ def prepared(request: EngineRequest, progress: Progress | None = None) -> Prepar
     See `mcinfer.engines.preparation.find_or_make`.
     """
     # Checked before a model is prepared.
-    provider, runs = NAMES[provider_of(request)], request.options.concurrent_runs
-    if runs > 1 and provider != NAMES["cpu"]:
+    provider, runs = providers.provider_of(request), request.options.concurrent_runs
+    if runs > 1 and provider != "cpu":
         raise BuildError(
-            f"concurrent_runs: got {runs} for {request.device}, expected 1: with the {provider}, a worker "
-            "executes one run at a time"
+            f"concurrent_runs: got {runs} for {request.device}, expected 1: with the "
+            f"{providers.NAMES[provider]}, a worker executes one run at a time"
         )
-    if request.options.variable_weights:
-        try:
-            added_inputs(scan(request.model), request.options.variable_weights)
-        except OSError as exc:
-            raise BuildError(f"{request.model}: {exc}") from exc
     return find_or_make(request, RUNTIME, fill, progress)
 
 
@@ -219,8 +192,7 @@ def load(request: EngineRequest, preparation: Preparation | None = None) -> "Onn
     except BaseException as exc:
         if preparation.held is not None:
             preparation.held.close()
-        start = bytes_at(request.model, 0, LOOK_BYTES)
-        if isinstance(exc, BuildError) and start is not None and (got := looks_like(start)):
+        if isinstance(exc, BuildError) and (got := onnx_files.looks_like(request.model)):
             raise BuildError(f"{request.model}: got {got}, expected a model: {exc}") from exc
         raise
 
@@ -245,20 +217,15 @@ class OnnxRuntimeEngine(Engine):
         self.session = _open_session(request, path, given)
         self._given = given  # its values must outlive the session (SessionOptions.add_initializer)
         self.providers = tuple(self.session.get_providers())
-        self.on_card = self.providers[0] in ON_CARDS
-        self.widens = self.providers[0] == NAMES["cpu"]
+        self.on_card = self.providers[0] in providers.ON_CARDS
+        self.widens = self.providers[0] == providers.NAMES["cpu"]
         self.concurrent = request.options.concurrent_runs
         if given is not None and given.on_card == self.on_card:
             self.notes += given.notes(self.session)
         elif request.slab is not None and self.held is not None:
             # A model that is not prepared is small, or its notes say why.
-            why = f"onnxruntime {ort.__version__} takes no memory of others, expected 1.31 or newer"
-            if not self.on_card:
-                why = (
-                    f"the session runs on the {self.providers[0]}, which cannot read the card's "
-                    "memory"
-                )
-            self.notes += (f"{OWN_COPY}: {why}",)
+            what = f"onnxruntime {ort.__version__} with the {self.providers[0]}"
+            self.notes += (f"{OWN_COPY}: {what} cannot use those on the card",)
         self.spec = ModelSpec(
             inputs=tuple(_spec(arg, "input", request.model) for arg in self.session.get_inputs()),
             outputs=tuple(
@@ -303,7 +270,7 @@ class OnnxRuntimeEngine(Engine):
         sizes = [size for name in names if name in found for size in found[name].shape]
         if not all(isinstance(size, int) for size in sizes):
             # For initialisers that are inputs too, exporters may have written symbols there.
-            known = scan(model).initializers
+            known = onnx_files.scan(model).initializers
             found = {n: replace(found[n], shape=known[n].shape) for n in found if n in known}
         if missing := [name for name in names if name not in found]:
             raise BuildError(
@@ -337,7 +304,7 @@ class OnnxRuntimeEngine(Engine):
                 raise RunCancelledError("the run was cancelled") from quotable(exc)
             if _BLAMES_BOUND_OUTPUT.search(str(exc)):
                 raise _OutputShapeError(str(_map_error(exc, PredictError))) from quotable(exc)
-            on_card = device_error(f"onnxruntime: {exc}") if self.on_card else None
+            on_card = providers.device_error(f"onnxruntime: {exc}") if self.on_card else None
             raise on_card or _map_error(exc, PredictError) from quotable(exc)
 
 
@@ -495,10 +462,7 @@ def _element_type(text: str) -> str:
     return differing.get(inner, inner.replace("float8", "float8_"))
 
 
-_Role = Literal["input", "output", "weight", "initializer"]
-
-
-def _spec(arg: Any, role: _Role, model: str) -> TensorSpec:
+def _spec(arg: Any, role: str, model: str) -> TensorSpec:
     element_type = _element_type(arg.type)
     if not arg.type.startswith("tensor("):
         raise BuildError(_no_tensor(arg, role, model))
@@ -511,11 +475,13 @@ def _spec(arg: Any, role: _Role, model: str) -> TensorSpec:
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
 
 
-def _no_tensor(arg: Any, role: _Role, model: str) -> str:
+def _no_tensor(arg: Any, role: str, model: str) -> str:
     """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
     side, verb, by = ("outputs", "makes", "") if role == "output" else ("inputs", "reads", "")
     with suppress(OSError, BuildError):  # the runtime has formats of its own
-        near = (node.operator for node in nodes(model) if arg.name in getattr(node, side))
+        near = (
+            node.operator for node in onnx_files.nodes(model) if arg.name in getattr(node, side)
+        )
         by = next((f", which operator {operator} {verb}" for operator in near if operator), "")
     cure = next(cure for begin, cure in _CURES[side] if arg.type.startswith(begin))
     return f"{role} {arg.name!r} is of type {arg.type}{by}, expected a tensor: {cure}"
@@ -585,7 +551,7 @@ class _GivenWeights:
 
     def notes(self, session: Any) -> tuple[str, ...]:
         """For the user: what the session has for itself nevertheless."""
-        own = scan(self.model).weight_bytes - sum(self.sizes.values())
+        own = onnx_files.scan(self.model).weight_bytes - sum(self.sizes.values())
         if self.on_card:
             copied = used_on_host(session, self.model)
             own += sum(size for name, size in self.sizes.items() if name in copied)
@@ -602,11 +568,11 @@ def used_on_host(session: Any, model: Path) -> set[str]:
 
     The runtime has the weights among them in the host's memory, and copies them there.
     """
-    inputs = {node.name: node.inputs for node in nodes(model) if node.name}
+    inputs = {node.name: node.inputs for node in onnx_files.nodes(model) if node.name}
     return {
         name
         for part in session.get_provider_graph_assignment_info()
-        if part.ep_name == NAMES["cpu"]
+        if part.ep_name == providers.NAMES["cpu"]
         for node in part.get_nodes()
         for name in inputs.get(node.name, ())
     }
@@ -616,11 +582,11 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
     if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
         return None
-    on_card = NAMES[provider_of(request)] in ort.get_available_providers()
+    on_card = providers.NAMES[providers.provider_of(request)] in ort.get_available_providers()
     tensors = request.slab(model).tensors(on_host=not on_card)
     if tensors is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    values = runtime_values(tensors, ort.OrtValue.from_dlpack)
+    values = providers.runtime_values(tensors, ort.OrtValue.from_dlpack)
     sizes = {name: tensors[name].size for name in values}
     return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)
 
@@ -629,45 +595,45 @@ def _open_session(
     request: EngineRequest, prepared: Path | None, given: _GivenWeights | None
 ) -> Any:
     """A session on the requested device, of the prepared form if there is one; `BuildError` if not."""
-    engines = engine_folder(request, RUNTIME) if keeps_engines(request) else None
-    providers = _providers(request, engines)
+    engines = engine_folder(request, RUNTIME) if providers.keeps_engines(request) else None
+    listed = _providers(request, engines)
     options = _session_options(request, prepared=prepared is not None, given=given)
     # Workers that start together build an engine once: TensorRT chooses kernels by the time that they take,
     # which others on the card would change, and another process may read an engine while it is written.
     alone = nullcontext() if engines is None else alone_in(engines)
     file = nullcontext(str(prepared)) if prepared else _model_file(request, options)
     with alone, file as path:
-        session = _new_session(path, options, providers, fallback=request.options.allow_fallback)
+        session = _new_session(path, options, listed, fallback=request.options.allow_fallback)
     session.disable_fallback()
-    check_got(request, session.get_providers()[0])
+    providers.check_got(request, session.get_providers()[0])
     return session
 
 
 def _providers(request: EngineRequest, engines: str | None = None) -> list[Any]:
     """The providers of a session, with their options; `BuildError` if the device's own is not there."""
     available = ort.get_available_providers()
-    listed = provider_list(request, engines)
-    check_available(request, available, ort.__version__)
+    listed = providers.provider_list(request, engines)
+    providers.check_available(request, available, ort.__version__)
     if request.options.allow_fallback:
         listed = [one for one in listed if one[0] in available]
-    if listed[0][0] in ON_CARDS and hasattr(ort, "preload_dlls"):
+    if listed[0][0] in providers.ON_CARDS and hasattr(ort, "preload_dlls"):
         # CUDA's libraries where pip installed them. It prints which of them it does not find.
         with redirect_stdout(sys.stderr):
             ort.preload_dlls()
     return listed
 
 
-def _new_session(path: str, options: Any, providers: list[Any], *, fallback: bool = False) -> Any:
+def _new_session(path: str, options: Any, listed: list[Any], *, fallback: bool = False) -> Any:
     """A session; without `fallback` the runtime does not try another device by itself."""
     # The runtime's own class, also where `mcinfer.ort.install` has put another one in its place.
     plain = next(c for c in ort.InferenceSession.__mro__ if c.__module__.startswith("onnxruntime."))
-    return plain(path, options, providers=providers, enable_fallback=int(fallback))
+    return plain(path, options, providers=listed, enable_fallback=int(fallback))
 
 
 def prepare(request: EngineRequest, folder: str) -> None:
     """Write the prepared model into a folder, and check that it loads; `BuildError` if not."""
     path = os.path.join(folder, MODEL_FILE)
-    providers = _providers(request.with_options(provider_options=graph_options(request)))
+    listed = _providers(request.with_options(provider_options=providers.graph_options(request)))
     # The optimised graph, with its weights in one file that sessions map, on the CPU as its kernels pack them
     # (onnxruntime_session_options_config_keys.h).
     saving = {"session.optimized_model_external_initializers_file_name": "weights.bin"}
@@ -682,13 +648,13 @@ def prepare(request: EngineRequest, folder: str) -> None:
         try:
             with _mapped_errors():
                 with _model_file(request, options) as model:
-                    session = _new_session(model, options, providers)
+                    session = _new_session(model, options, listed)
                 got, wanted = session.get_providers()[0], _said(session)
                 del session  # and its memory on the card
-                if got != providers[0][0]:  # it may run there next time
-                    raise BuildError(f"{FELL_BACK} from {providers[0][0]} to {got}")
+                if got != listed[0][0]:  # it may run there next time
+                    raise BuildError(f"{FELL_BACK} from {listed[0][0]} to {got}")
                 options = _session_options(request, prepared=True)
-                said = _said(_new_session(path, options, providers))
+                said = _said(_new_session(path, options, listed))
             if said != wanted:
                 raise BuildError(f"its optimised form says {said}, expected {wanted}")
             return
@@ -851,18 +817,18 @@ def _model_file(request: EngineRequest, options: Any) -> Iterator[str]:
     """
     # By the content (fbs::utils::IsOrtFormatModelBytes), which the runtime looks at only for models that are
     # given as bytes; it tells files by their names.
-    own_format = bytes_at(request.model, 4, len(_OWN_FORMAT)) == _OWN_FORMAT
+    own_format = onnx_files.bytes_at(request.model, 4, len(_OWN_FORMAT)) == _OWN_FORMAT
     if own_format and _FORMAT not in request.options.session_config:
         options.add_session_config_entry(_FORMAT, "ORT")
     if not request.options.variable_weights:
         yield request.model
         return
-    found = scan(request.model)
-    added = added_inputs(found, request.options.variable_weights)
+    found = onnx_files.scan(request.model)
+    added = onnx_files.added_inputs(found, request.options.variable_weights)
     with ExitStack() as opened:
         file = opened.enter_context(closing(ModelInMemory()))
-        with open_regular(request.model) as (model, info):
-            file.write(chain(chunks(model, info.st_size), (added,)))
+        with onnx_files.open_regular(request.model) as (model, info):
+            file.write(chain(onnx_files.chunks(model, info.st_size), (added,)))
         if not request.options.session_config.get(FOLDER_KEY):
             _add_external_data(request, options, found.external, opened)
         yield file.path
@@ -878,13 +844,13 @@ def _add_external_data(
     """
     model = Path(request.model).absolute()
     folder = os.path.realpath(model.parent)
-    files = external_files(model, None, locations)
+    files = onnx_files.external_files(model, None, locations)
     if all(Path(os.path.realpath(path)).is_relative_to(folder) for path in files):
         options.add_session_config_entry(FOLDER_KEY, folder)
         return
     contents: list[Any] = [b""] * len(files)
     for i, path in enumerate(files):
-        descriptor, info = opened.enter_context(open_regular(path))
+        descriptor, info = opened.enter_context(onnx_files.open_regular(path))
         if info.st_size:  # mapped as long as the session is made
             mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
             contents[i] = opened.enter_context(mapped)

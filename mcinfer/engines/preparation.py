@@ -129,10 +129,9 @@ def find_or_make(
         BuildError: The model is a prepared one already, for another runtime or CPU.
     """
     entry, name = os.path.split(os.path.realpath(request.model))
-    if name == MODEL_FILE and is_key(os.path.basename(entry)):
-        files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
-        if all(map(os.path.exists, files)):
-            return Preparation(held=_adopt(Path(entry), request, runtime))
+    is_entry = name == MODEL_FILE and is_key(os.path.basename(entry))
+    if is_entry and os.path.exists(os.path.join(entry, MANIFEST)):
+        return Preparation(held=_adopt(Path(entry), request, runtime))
     prepare, folder = request.options.prepare, request.options.session_config.get(FOLDER_KEY)
     if prepare == "never" or not _is_prepared_for(request):
         return Preparation()

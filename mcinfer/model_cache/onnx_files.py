@@ -83,8 +83,11 @@ def bytes_at(path: str | os.PathLike[str], at: int, count: int) -> bytes | None:
     return None
 
 
-def looks_like(start: bytes) -> str:
-    """What a file that is no model is by its first `LOOK_BYTES` bytes; empty if it may be anything."""
+def looks_like(path: str | os.PathLike[str]) -> str:
+    """What a file that is no model is by its beginning; empty if it may be anything, or cannot be read."""
+    start = bytes_at(path, 0, _LOOK_BYTES)
+    if start is None:
+        return ""
     if not start:
         return "an empty file"
     for pattern, what in _LOOKS.items():
@@ -93,12 +96,12 @@ def looks_like(start: bytes) -> str:
     if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 32:
         return "safetensors, which are weights without a graph"
     with suppress(UnicodeDecodeError):  # the end of the text may be cut within a character
-        text = start[:-3].decode() if len(start) == LOOK_BYTES else start.decode()
+        text = start[:-3].decode() if len(start) == _LOOK_BYTES else start.decode()
         return "text" if all(c.isprintable() or c in "\t\n\r" for c in text) else ""
     return ""
 
 
-LOOK_BYTES = 1024
+_LOOK_BYTES = 1024
 
 _LOOKS = {
     rb"version https://git-lfs": "a pointer of Git LFS (git lfs pull fetches the file itself)",
@@ -364,13 +367,13 @@ def _mapped(path: str | os.PathLike[str]) -> Iterator[mmap.mmap]:
     """The bytes of a file; `BuildError` if it is empty, or turns out to be malformed."""
     with open_regular(path) as (descriptor, info):
         if not info.st_size:
-            raise BuildError(f"{os.fspath(path)}: got {looks_like(b'')}, expected an ONNX model")
+            raise BuildError(f"{os.fspath(path)}: got an empty file, expected an ONNX model")
         data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     with data:
         try:
             yield data
         except MalformedError as exc:
-            got = looks_like(data[:LOOK_BYTES]) or exc
+            got = looks_like(path) or exc
             raise BuildError(f"{os.fspath(path)}: got {got}, expected an ONNX model") from None
 
 
@@ -420,7 +423,7 @@ def openvino_shapes(
 def _openvino_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
     check_regular(path)
     model = Path(path).absolute()
-    if _IR.match(bytes_at(path, 0, LOOK_BYTES) or b""):
+    if _IR.match(bytes_at(path, 0, _LOOK_BYTES) or b""):
         if model.suffix != IR_SUFFIX:  # by which its weights are found
             raise BuildError(
                 f"{path}: got an OpenVINO IR, expected a path that ends with {IR_SUFFIX!r}"

@@ -6,7 +6,6 @@ cannot be read does not count; if the cache cannot be used, nothing is kept.
 Programs with real inputs must not use what made-up inputs have shown: `records_in` keeps that elsewhere.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
-from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.cache import Cache, entry_key
 from mcinfer.model_cache.keys import write_atomically
 from mcinfer.private import check_own
 from mcinfer.sharding import SaidAxes, Split
@@ -42,8 +41,7 @@ class SplitRecord:
 
     def __init__(self, identity: str, about: Mapping[str, Any]) -> None:
         facts = {"version": _VERSION, "model": identity, **about}
-        text = json.dumps(facts, sort_keys=True)
-        self._name = f"{hashlib.sha256(text.encode()).hexdigest()}.json" if identity else ""
+        self._name = f"{entry_key(facts)}.json" if identity else ""
 
     def read(self, model: ModelSpec) -> Split | None:
         """The split of this model that was kept last, if any."""
