@@ -142,7 +142,6 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
             f"{name} on {request.device}"
         )
     try:
-        facts: dict[str, Any] = module.facts(request)
-        return facts
+        return dict(module.facts(request))
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc

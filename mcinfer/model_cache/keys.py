@@ -10,7 +10,6 @@ A write through a mapping may leave the times as they are (always on a tmpfs): a
 import hashlib
 import json
 import os
-import re
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -34,8 +33,6 @@ _RECORD_VERSION = 4
 
 _FRESH_NS = 2_000_000_000
 """A file that changed since may change again within the same tick of its file system's clock (FAT: 2 s)."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +99,7 @@ def read_content(
     if memory is not None and not model.is_relative_to("/proc"):
         places = os.fsencode(model) + b"\0" + os.fsencode(place or "") + b"\0" * any_format
         notes = memory / f"{hashlib.sha256(places).hexdigest()}.json"
-        if remembered := _recall(notes, model):
+        if remembered := _recall(notes):
             return remembered
     started_ns = time.time_ns()  # from here on a change of a file that is not fresh shows
     source = _read(model, place, any_format=any_format)
@@ -149,27 +146,17 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
     return source
 
 
-def _recall(notes: Path, model: Path) -> ModelContent | None:
+def _recall(notes: Path) -> ModelContent | None:
     """What was remembered; None if that is missing, damaged, or of files that have changed."""
     try:
         found = json.loads(notes.read_bytes())
-        version, digest = found["version"], found["digest"]
-        stamps = tuple(FileState(*stamp) for stamp in found["stamps"])
-        source = ModelContent(
-            digest=digest,
-            stamps=stamps,
-            random=str(found["random"]),
-            ragged=str(found["ragged"]),
-        )
-        usable = (
-            version == _RECORD_VERSION
-            and _DIGEST.fullmatch(digest)
-            and source.stamps[0].path == str(model)
-            and source.unchanged()
-        )
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        if found.pop("version") != _RECORD_VERSION:
+            return None
+        stamps = tuple(FileState(*stamp) for stamp in found.pop("stamps"))
+        source = ModelContent(stamps=stamps, **found)
+        return source if stamps and source.unchanged() else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return source if usable else None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -407,7 +407,23 @@ def openvino_shapes(
         BuildError: The file is neither, the files of its weights are not where they may be, or no input has
             a dimension of such a name.
     """
-    inputs, outputs = _openvino_shapes(path)
+    check_regular(path)
+    model = Path(path).absolute()
+    inputs: Shapes = {}
+    outputs: Shapes = {}
+    if _IR.match(bytes_at(path, 0, _LOOK_BYTES) or b""):
+        if model.suffix != IR_SUFFIX:  # by which its weights are found
+            raise BuildError(
+                f"{path}: got an OpenVINO IR, expected a path that ends with {IR_SUFFIX!r}"
+            )
+        external_files(model, None, ir_weights(model))
+    else:
+        try:
+            model_files(model)
+            inputs, outputs = declared_shapes(path)
+        except BuildError as exc:
+            hint = "" if "external data" in str(exc) else ", or an OpenVINO IR (.xml)"
+            raise BuildError(f"{exc}{hint}") from exc
     names = {size for shape in inputs.values() for size in shape if isinstance(size, str)}
     if unknown := [name for name in sizes if name not in names]:
         raise BuildError(f"free_dimensions: got {unknown}, expected some of {sorted(names)}")
@@ -418,24 +434,6 @@ def openvino_shapes(
     for side in (inputs, outputs):
         side |= {name: tuple(map(fixed, shape)) for name, shape in side.items()}
     return inputs, outputs
-
-
-def _openvino_shapes(path: str | os.PathLike[str]) -> tuple[Shapes, Shapes]:
-    check_regular(path)
-    model = Path(path).absolute()
-    if _IR.match(bytes_at(path, 0, _LOOK_BYTES) or b""):
-        if model.suffix != IR_SUFFIX:  # by which its weights are found
-            raise BuildError(
-                f"{path}: got an OpenVINO IR, expected a path that ends with {IR_SUFFIX!r}"
-            )
-        external_files(model, None, ir_weights(model))
-        return {}, {}
-    try:
-        model_files(model)
-        return declared_shapes(path)
-    except BuildError as exc:
-        hint = "" if "external data" in str(exc) else ", or an OpenVINO IR (.xml)"
-        raise BuildError(f"{exc}{hint}") from exc
 
 
 def _size(dimension: ProtoMessage) -> int | None:
