@@ -113,6 +113,8 @@ def test_gpus_that_cannot_be_used_or_shared_are_a_warning(monkeypatch: pytest.Mo
         first = Gpu(index=0, uuid="GPU-0", name="H200", driver="580.65")
         second = replace(first, index=1, compute_mode=mode)
         check(judge_gpus([first, second], Driver("580.65", cuda, mps), runtime), state, *words)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert not gpu_order_doubt(2)
 
 
 def doctor(tmp_path: Path, prefix: str = "", **variables: str) -> tuple[int, list[str], str]:
@@ -296,13 +298,6 @@ def test_newest_cuda_of_a_driver_stands_above_its_reports(
 ) -> None:
     nvidia_smi(f"[ $1 = --query ] && echo '{report}'\necho 0, GPU-a, 0, 580, , , , A")
     assert gpus_and_driver()[1].cuda == version
-
-
-def test_numbers_of_several_gpus_may_not_be_those_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert [bool(gpu_order_doubt(count)) for count in (1, 2)] == [False, True]
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert not gpu_order_doubt(2)
 
 
 def test_mps_runs_where_its_daemon_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,7 @@ class FakeEngine(ArrayEngine):
         ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: end or stop the
         process. ``quit``: call `sys.exit`. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot.
         ``print:TEXT`` writes a line. ``allocate:BYTES`` allocates memory, writes to all of it and frees it.
-        ``once:PATH:ACT``: create the file and do the act, unless the file exists. ``aside:ACT``: do the act
-        in another thread.
+        ``once:PATH:ACT``: create the file and do the act, unless the file exists.
         ``told:PATH``: read acts, one per line, from the named pipe PATH followed by the device's index; the
         run hangs until a test writes them. No pipe, no act.
         """
@@ -155,8 +154,6 @@ class FakeEngine(ArrayEngine):
                 print(rest, flush=True)
             case "allocate":
                 np.ones(int(rest), np.uint8)
-            case "aside":
-                threading.Thread(target=self._act, args=(rest, error), daemon=True).start()
             case "told":
                 pipe = Path(f"{rest}{self._device_index}")
                 # `exists` takes no descriptor, which a tested worker may have none of.

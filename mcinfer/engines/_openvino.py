@@ -172,7 +172,6 @@ class OpenVinoEngine(Engine):
 
     @property
     def compiled(self) -> Any:
-        """OpenVINO's model."""
         return self.model.compiled()
 
     def _begin(self) -> None:
@@ -278,7 +277,6 @@ class _Port:
         return item
 
     def tensor(self, buffer: Buffer) -> Any:
-        """OpenVINO's tensor over this memory."""
         memory: NDArray[Any] = _NOTHING
         if buffer.size:
             memory = array_over(replace(buffer, element_type="uint8", shape=(buffer.size,)))

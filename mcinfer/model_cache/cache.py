@@ -223,7 +223,6 @@ def disk_bytes(folder: Path) -> int:
 
 
 def _new_draft(entry: Path) -> Path:
-    """Make a tmp folder for an entry."""
     import tempfile  # not at every worker's start
 
     return Path(tempfile.mkdtemp(prefix=f"tmp-{entry.name}-", dir=entry.parent))
@@ -631,7 +630,6 @@ class Cache:
         return freed, in_use
 
     def _identity(self, key: str) -> _Identity | None:
-        """The identity of the present entry, if there is one."""
         try:
             info = (self.folder / key).lstat()
         except FileNotFoundError:

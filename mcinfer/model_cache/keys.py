@@ -54,7 +54,6 @@ class ModelContent:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
         return sum(stamp.size for stamp in self.stamps)
 
     def unchanged(self) -> bool:

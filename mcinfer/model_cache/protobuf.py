@@ -133,7 +133,6 @@ def encode_field(number: int, value: int | bytes) -> bytes:
 
 
 def _encoded(value: int) -> bytes:
-    """An unsigned number."""
     parts = bytearray()
     while value >= 0x80:
         parts.append(value & 0x7F | 0x80)

@@ -157,7 +157,6 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes of all blocks."""
         return sum(extents.block.size for extents in list(self._blocks.values()))
 
     @property
