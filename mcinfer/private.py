@@ -21,14 +21,12 @@ that makes one removes what is not locked. A lock also shows the owners in other
 import errno
 import fcntl
 import grp
-import math
 import os
 import posix
 import pwd
 import re
 import resource
 import stat
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,7 +39,6 @@ IN_MEMORY = "the model given as bytes"
 _UNFOLLOWED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
-_PAUSE_SECONDS = 0.02
 _MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7))
 
 # Those of `os` may be replaced: eventlet's cannot open in a folder, and gevent's closes later.
@@ -410,21 +407,11 @@ def _sweep(place: int) -> None:
 
 
 @contextmanager
-def alone_in(folder: str | os.PathLike[str], patience: float = math.inf) -> Iterator[None]:
-    """No other process is in this block with this folder meanwhile; one that ends lets the next one in.
-
-    `TimeoutError`: another one is in it for `patience` seconds.
-    """
-    end = time.monotonic() + patience
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """No other process is in this block with this folder meanwhile; one that ends lets the next one in."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            if time.monotonic() >= end:
-                raise TimeoutError(f"locked for {patience:g} s")
-            time.sleep(_PAUSE_SECONDS)
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
         os.close(fd)

@@ -20,7 +20,6 @@ from mcinfer.private import (
     ModelInMemory,
     OthersError,
     PrivateFolder,
-    alone_in,
     in_words,
     inherited,
     opened_folder,
@@ -282,14 +281,6 @@ def test_texts_have_words_in_the_place_of_its_path() -> None:
     )
     assert in_words(text, "/m.onnx") == text
     assert inherited("/m.onnx") == ()
-
-
-def test_wait_for_a_folder_that_another_has_ends(tmp_path: Path) -> None:
-    locked = pytest.raises(TimeoutError, match=r"locked for 0\.1 s")
-    with alone_in(tmp_path), locked, alone_in(tmp_path, 0.1):
-        pass
-    with alone_in(tmp_path, 0.1):
-        pass
 
 
 # Descriptors.

@@ -46,7 +46,7 @@ from mcinfer.model_cache.cache import (
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.model_cache.onnx_files import check_regular
-from mcinfer.private import in_words, inherited, naming_limit
+from mcinfer.private import in_words, inherited, model_name, naming_limit
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
@@ -393,8 +393,8 @@ class Making:
             raise BuildError(error)
         if error:
             _record_failure(folder, error, content.size)
-        name = "(in memory)" if inherited(model) else os.path.basename(model)
-        about = {"name": f"{name}{self.kind}", "bytes": content.size, "seconds": seconds}
+        name = f"{model_name(model)}{self.kind}"
+        about = {"name": name, "bytes": content.size, "seconds": seconds}
         (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
         self._tick(folder, {}, seconds)
         if not error:
@@ -506,7 +506,7 @@ def ensure_prepared(
         if preparation.held is None:  # it may not be a model at all
             _in_child("check", request)
             raise BuildError(f"{path}: {'; '.join(preparation.notes)}")
-    except ChildFailedError as exc:
+    except (ChildFailedError, InvalidInputError) as exc:  # the latter: the limit of the cache
         raise BuildError(f"{path}: it could not be prepared: {exc}") from exc
     return preparation.held
 

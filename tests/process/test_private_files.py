@@ -179,7 +179,7 @@ def test_model_given_as_bytes_is_served_in_every_way(
             doubled = master.predict({"x": x})["y"]
             np.testing.assert_allclose(doubled, 2 * expected, rtol=1e-4, atol=1e-3)
     named = [json.loads(path.read_bytes())["name"] for path in tmp_path.rglob("about.json")]
-    assert named == {"prepared": ["(in memory)"], "cut": ["(in memory), 2 slices"]}.get(way, [])
+    assert named == {"prepared": [IN_MEMORY], "cut": [f"{IN_MEMORY}, 2 slices"]}.get(way, [])
 
 
 @pytest.mark.parametrize("prepare", ["never", "always"])
