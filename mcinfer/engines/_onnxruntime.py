@@ -176,7 +176,7 @@ def prepared(request: EngineRequest, progress: Progress | None = None) -> Prepar
             f"concurrent_runs: got {runs} for {request.device}, expected 1: with the "
             f"{providers.NAMES[provider]}, a worker executes one run at a time"
         )
-    return find_or_make(request, RUNTIME, fill, progress)
+    return find_or_make(request, RUNTIME, progress)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:

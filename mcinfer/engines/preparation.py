@@ -74,6 +74,9 @@ _STUCK_SECONDS = 120.0
 
 _WARN_SECONDS = 4.0  # time until one warning says why the start is slow
 
+_ADAPTER = "mcinfer.engines._onnxruntime"
+"""Its functions are called in children, by their names: not all processes have the runtime."""
+
 SLOW = "preparing %s once for this machine; later starts are quick"
 
 _log = logging.getLogger("mcinfer.model_cache")
@@ -112,17 +115,13 @@ class Preparation:
 
 
 def find_or_make(
-    request: EngineRequest,
-    runtime: Runtime,
-    fill: Callable[..., None] | str,
-    progress: Progress | None = None,
+    request: EngineRequest, runtime: Runtime, progress: Progress | None = None
 ) -> Preparation:
     """The prepared form of the request's model; makes it if there is none yet.
 
     Args:
         request: The model, and how to load it.
         runtime: That of the engine which will load it.
-        fill: The engine's; a child calls it to write the prepared form: see `Making.function`.
         progress: Called while it is made.
 
     Raises:
@@ -140,7 +139,7 @@ def find_or_make(
             return Preparation()
         content = content_of(request)
         making = Making(
-            function=fill,
+            function=f"{_ADAPTER}:fill",
             request=request,
             content=content,
             slow=SLOW,
@@ -502,7 +501,7 @@ def ensure_prepared(
         request = replace(request, device_model=lambda: device_model)
     try:
         runtime = Runtime(**run_child(f"{_ADAPTER}:runtime", []))
-        preparation = find_or_make(request, runtime, f"{_ADAPTER}:fill", progress)
+        preparation = find_or_make(request, runtime, progress)
         if preparation.held is None:  # it may not be a model at all
             _in_child("check", request)
             raise BuildError(f"{path}: {'; '.join(preparation.notes)}")
@@ -533,10 +532,6 @@ def save_optimised(
         _in_child("save", _for_child(path, options, device), str(Path(target).absolute()))
     except ChildFailedError as exc:
         raise BuildError(f"{path}: its optimised form could not be saved: {exc}") from exc
-
-
-_ADAPTER = "mcinfer.engines._onnxruntime"
-"""Children alone import it, and with it the runtime."""
 
 
 def _for_child(model: Path, options: EngineOptions, device: str) -> EngineRequest:
