@@ -275,18 +275,15 @@ def facts_of(request: EngineRequest, runtime: Runtime, content: ModelContent) ->
 
 def _graph_facts(request: EngineRequest) -> dict[str, Any]:
     """The options of a session that change its graph; those that are not given have no place."""
-    facts: dict[str, Any] = {}
-    graph = {k: v for k, v in request.options.session_options.items() if k in _OF_GRAPHS}
-    if graph:
-        facts["session_options"] = graph
-    if request.options.custom_operators:
-        facts["custom_operators"] = [_library(path) for path in request.options.custom_operators]
-    for name in ("free_dimensions", "free_denotations"):
-        if getattr(request.options, name):
-            facts[name] = dict(getattr(request.options, name))
-    if request.options.precision:
-        facts["precision"] = request.options.precision
-    return facts
+    options = request.options
+    facts = {
+        "session_options": {k: v for k, v in options.session_options.items() if k in _OF_GRAPHS},
+        "custom_operators": [_library(path) for path in options.custom_operators],
+        "free_dimensions": dict(options.free_dimensions),
+        "free_denotations": dict(options.free_denotations),
+        "precision": options.precision,
+    }
+    return {name: given for name, given in facts.items() if given}
 
 
 _OF_GRAPHS = frozenset({"graph_optimization_level", "use_deterministic_compute"})
