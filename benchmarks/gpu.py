@@ -312,8 +312,7 @@ def card_lines() -> Lines:
         yield "\nNO CARD, emulated driver;"
         return
     (gpu, *_), driver = gpus_and_driver()
-    mps = "with MPS" if driver.mps else "without MPS"
-    yield f"\n{gpu.name}, driver {driver.version}, CUDA {driver.cuda}, {mps};"
+    yield f"\n{gpu.name}, {driver};"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
