@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import select
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -43,8 +44,8 @@ from mcinfer.protocol import (
     encode,
     encode_references,
 )
-from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import MasterTransport, UnreachableError, WorkerTransport
+from mcinfer.runtime.worker_process import send_cancel
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
@@ -70,7 +71,7 @@ class Peer:
         self.lifeline, theirs = Lifeline.pair()
         self.status: object = None
         worker = Lifeline.inherited(theirs.detach())
-        self.cancels, listening = Cancels.pair()
+        self.cancels, listening = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
         def work() -> None:
             try:
@@ -204,6 +205,9 @@ class Peer:
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
         return self.status
+
+    def cancel(self, request: int, shard: int = 0) -> None:
+        send_cancel(self.cancels, Cancel(request=request, shard=shard))
 
     def close(self) -> None:
         if self.thread.is_alive():
@@ -406,9 +410,9 @@ def test_cancelled_run_ends_and_the_next_is_served(peer: Peer, tmp_path: Path) -
     peer.array(x_at(0))[:] = 1
     request = peer.predict([x_at(0)], [y_at(64)])
     wait_until(started.exists)
-    peer.cancels.send(request + 1000, 0)  # of another request: nothing
-    peer.cancels.send(request, 1)  # of another shard: nothing
-    peer.cancels.send(request, 0)
+    peer.cancel(request + 1000)  # of another request: nothing
+    peer.cancel(request, 1)  # of another shard: nothing
+    peer.cancel(request)
     assert peer.error(request).kind == "cancelled"
     peer.ask([x_at(0)], [y_at(64)])
     assert peer.array(y_at(64)).tolist() == [2, 2, 2]
@@ -419,7 +423,7 @@ def test_run_cancelled_before_it_begins_is_skipped(peer: Peer, tmp_path: Path) -
     peer.attach(0)
     peer.array(x_at(0))[:] = 1
     first = peer.predict([x_at(0)], [y_at(64)])
-    peer.cancels.send(first + 1, 0)
+    peer.cancel(first + 1)
     second = peer.predict([x_at(0)], [y_at(128)])
     peer.answer(first)
     assert peer.error(second).kind == "cancelled"
@@ -432,7 +436,7 @@ def test_cancellations_that_concern_no_run_are_forgotten(served: Peer) -> None:
     for number in range(10_000, 20_000):
         while True:
             try:
-                served.cancels.send(number, 0)
+                served.cancel(number)
                 break
             except BlockingIOError:
                 wait_until(lambda: is_read(served.listening))
@@ -442,9 +446,9 @@ def test_cancellations_that_concern_no_run_are_forgotten(served: Peer) -> None:
     served.ask([x_at(0)], [y_at(64)])  # the first of them is so long ago that it counts no more
 
 
-def is_read(end: Cancels) -> bool:
+def is_read(end: socket.socket) -> bool:
     """Whether the canceller has taken all that was sent to it."""
-    return not select.select([end.fd], [], [], 0)[0]
+    return not select.select([end], [], [], 0)[0]
 
 
 # Several runs at once.

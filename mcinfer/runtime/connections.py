@@ -30,7 +30,7 @@ from mcinfer.protocol import (
 from mcinfer.requests.request import Request
 from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport, UnreachableError
-from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.runtime.worker_process import WorkerProcess, send_cancel
 from mcinfer.shm.arena import OfferedBlock, SharedBlock
 
 _STANDINGS = {
@@ -232,7 +232,7 @@ class Connections:
             if gang.is_group:
                 return
             try:
-                gang.ranks[0].cancels.send(message.request, message.shard)
+                send_cancel(gang.ranks[0].cancels, message)
             except OSError as exc:
                 raise UnreachableError(f"cannot be reached: {exc}") from exc
         elif isinstance(message, Build) and gang.peers:

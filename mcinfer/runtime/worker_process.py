@@ -9,17 +9,24 @@ import json
 import logging
 import os
 import secrets
+import socket
 import subprocess
 from collections.abc import Sequence
 from typing import ClassVar
 
 from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
-from mcinfer.runtime.cancels import Cancels
+from mcinfer.protocol import Cancel, encode
 from mcinfer.shm.arena import OfferedBlock
 from mcinfer.shm.lifeline import Lifeline
 
 _worker_log = logging.getLogger("mcinfer.worker")
 """Here, since getting one takes a lock that users' code may hold, and the loop starts workers."""
+
+
+def send_cancel(end: socket.socket, message: Cancel) -> None:
+    """Never waits; `OSError`: the worker has closed its end, or does not read it."""
+    end.setblocking(False)
+    end.send(encode(message), socket.MSG_NOSIGNAL)  # since a program may have SIGPIPE end it
 
 
 class WorkerProcess:
@@ -30,7 +37,7 @@ class WorkerProcess:
         pid: Its number.
         pidfd: Readable once the process has ended.
         lifeline: The master's end.
-        cancels: The channel for CANCEL.
+        cancels: The master's end of the channel for CANCEL.
         token: The worker must show it in HELLO.
         peer: The transport's name for it, after its HELLO.
         slab: The weights on its card that it has made for others; closed with it.
@@ -79,12 +86,12 @@ class WorkerProcess:
             opened.callback(self._stacks.close)
             self.lifeline, theirs = Lifeline.pair()
             opened.callback(self.lifeline.close)
-            self.cancels, listening = Cancels.pair()
+            self.cancels, listening = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             opened.callback(self.cancels.close)
             whole = {
                 "connection": connection,
                 "token": self.token,
-                "cancels": listening.fd,
+                "cancels": listening.fileno(),
                 "group": [*group],
                 "master": os.getpid(),
                 "stacks": self._stacks.fd,
@@ -95,9 +102,9 @@ class WorkerProcess:
                 "log_level": _worker_log.getEffectiveLevel(),
                 "mark": f"[{name} worker {label[0]} {label[1]}] ",
             }
-            with theirs, contextlib.closing(listening):
+            with theirs, listening:
                 self.lifeline.greet(json.dumps(whole).encode())
-                given = [theirs.fileno(), connection, listening.fd, *group, *model]
+                given = [theirs.fileno(), connection, listening.fileno(), *group, *model]
                 self._launch(given, inherited)
             opened.pop_all()
 

@@ -15,6 +15,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 from contextlib import suppress
 
@@ -45,13 +46,13 @@ def main() -> int:
     mark = start["mark"].replace("%", "%%")
     logging.basicConfig(level=start["log_level"], format=mark + LOG_FORMAT)
     gc.disable()  # a look for garbage in what is imported, again and again, is a tenth of a start
-    from mcinfer.runtime.cancels import Cancels
     from mcinfer.runtime.transport import WorkerTransport
     from mcinfer.worker.server import WorkerLoop
 
     gc.freeze()
     gc.enable()
-    cancels = Cancels.inherited(start["cancels"])
+    cancels = socket.socket(fileno=start["cancels"])
+    cancels.set_inheritable(False)
     connection = WorkerTransport(start["connection"])
     loop = WorkerLoop(connection, start["token"], lifeline, cancels, start["group"])
     status = loop.serve()

@@ -12,6 +12,7 @@ whose run does not end keeps what it has; no other is started in its place befor
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import traceback
@@ -19,7 +20,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mcinfer.process import Inherited
-from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.lifeline import Lifeline
@@ -61,7 +61,8 @@ class InlineWorker(WorkerProcess):
             start = json.loads(lifeline.greeting())
             # No watcher ends this process when the master hangs up.
             transport = Turns(WorkerTransport(connection), lifeline.fd)
-            self._loop = WorkerLoop(transport, start["token"], lifeline, Cancels.inherited(cancels))
+            listening = socket.socket(fileno=cancels)
+            self._loop = WorkerLoop(transport, start["token"], lifeline, listening)
             self._status = self._loop.serve()
         except BaseException:  # also SystemExit, which ends this thread alone
             self._status = 1
@@ -74,7 +75,7 @@ class InlineWorker(WorkerProcess):
     def kill(self) -> None:
         """Cancel its run, and have it end after that."""
         self._killed = True
-        self.cancels.hang_up()
+        self.cancels.shutdown(socket.SHUT_RDWR)
 
     def ask_for_stacks(self) -> None:
         """Note where it is now, and the threads of its other runs."""
@@ -92,5 +93,5 @@ class InlineWorker(WorkerProcess):
         return 0 if self._killed else self._status
 
     def abandon(self) -> None:
-        self.cancels.hang_up()
+        self.cancels.shutdown(socket.SHUT_RDWR)
         super().abandon()

@@ -15,6 +15,7 @@ that has the turn, owns the rest.
 
 import logging
 import os
+import socket
 import threading
 import time
 import traceback
@@ -53,6 +54,7 @@ from mcinfer.protocol import (
     Attach,
     Build,
     BuildFinish,
+    Cancel,
     Detach,
     Error,
     Exit,
@@ -69,7 +71,6 @@ from mcinfer.protocol import (
     encode,
     state_after,
 )
-from mcinfer.runtime.cancels import Cancels
 from mcinfer.runtime.transport import WorkerTransport
 from mcinfer.shm.arena import AttachedBlocks, OfferedBlock, SharedBlock
 from mcinfer.shm.lifeline import Lifeline
@@ -83,6 +84,7 @@ _MAX_CANCELLED = 4096
 _MAX_TEXT = 1 << 20
 """Most characters of an error: a runtime's text may have any length."""
 
+_CANCEL_BYTES = 64  # more than a CANCEL has
 _BLOCK_TIMEOUT = 10.0
 
 _Bound = tuple[BoundRun, tuple[TensorRef, ...]]
@@ -101,7 +103,7 @@ class WorkerLoop:
         connection: Carries the messages.
         token: Shown in HELLO; it came over the lifeline.
         lifeline: Brings the blocks.
-        cancels: Brings CANCEL.
+        cancels: The worker's end of the channel for CANCEL; the loop closes it.
         group: Descriptors of the group that it is a rank of, if any.
     """
 
@@ -110,12 +112,13 @@ class WorkerLoop:
         connection: WorkerTransport,
         token: str,
         lifeline: Lifeline,
-        cancels: Cancels,
+        cancels: socket.socket,
         group: Sequence[int] = (),
     ) -> None:
         self._connection = connection
         self._token = token
         self._cancels = cancels
+        cancels.setblocking(True)  # whatever a program gives to `socket.setdefaulttimeout`
         self._lifeline = lifeline
         self._group = [*group]
         self._state = WorkerState.SPAWNED
@@ -235,7 +238,7 @@ class WorkerLoop:
             runs.close()
         self._blocks.close()
         self._stopped = True
-        self._cancels.hang_up()
+        self._cancels.shutdown(socket.SHUT_RDWR)  # also for a forked child that holds an end
         self._canceller.join(_BLOCK_TIMEOUT)
         self._cancels.close()
         self._lifeline.close()
@@ -364,7 +367,11 @@ class WorkerLoop:
     def _cancel_runs(self) -> None:
         """The canceller's loop, until a hang-up, which also ends the run in progress and the main thread."""
         try:
-            while (key := self._cancels.wait()) is not None:
+            while data := self._cancels.recv(_CANCEL_BYTES):
+                message = decode(data)
+                if not isinstance(message, Cancel):
+                    raise ProtocolError(f"{type(message).__name__} came in the place of CANCEL")
+                key = message.request, message.shard
                 with self._lock:
                     running = [engine for engine, run in self._running.items() if run == key]
                     if running:
