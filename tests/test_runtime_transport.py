@@ -150,7 +150,7 @@ def test_peer_that_does_not_read_is_refused_more_and_nobody_waits(joined: Joined
 
     with pytest.raises(UnreachableError) as caught:
         send_many()
-    assert str(caught.value) == f"cannot be reached: {os.strerror(errno.EAGAIN)}"
+    assert str(caught.value) == os.strerror(errno.EAGAIN)
     other = join(master)
     master.send([greet(master, other)], b"for the other")
     assert other.wait() == b"for the other"

@@ -5,8 +5,8 @@ token, which the worker gets over its lifeline and shows in HELLO. One thread ca
 """
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from mcinfer.config import Limits
@@ -29,7 +29,7 @@ from mcinfer.protocol import (
 )
 from mcinfer.requests.request import Request
 from mcinfer.runtime.gang import Gang
-from mcinfer.runtime.transport import MasterTransport, UnreachableError
+from mcinfer.runtime.transport import MasterTransport
 from mcinfer.runtime.worker_process import WorkerProcess, send_cancel
 from mcinfer.shm.arena import OfferedBlock, SharedBlock
 
@@ -54,6 +54,7 @@ class Connections:
 
     Attributes:
         transport: Carries the messages, after `open`.
+        lost: Called with a worker that does not accept messages, and why; to be killed. Set before the start.
         builds: By worker, what each of its ranks loads.
         processes: The running processes, by index of the worker.
         peers: The worker and rank of each identified process, by the transport's name for it.
@@ -69,6 +70,7 @@ class Connections:
     ) -> None:
         self._worker = worker
         self._share = share
+        self.lost: Callable[[Gang, str], None]
         self.processes: dict[int, Gang] = {}
         self.builds = builds
         self._block = block  # of the master's, by its number
@@ -147,11 +149,13 @@ class Connections:
         on_cpu = build.device.startswith("cpu:")
         return self._most_memory or (self._all_memory if on_cpu else None)
 
-    def remove(self, index: int) -> None:
-        """Forget a process that has ended; the caller reaps it."""
-        for process in self.processes.pop(index).ranks:
+    def reap(self, index: int) -> tuple[str, set[int]]:
+        """After the end of a worker's processes: free what belongs to them; see `Gang.reap`."""
+        gang = self.processes.pop(index)
+        for process in gang.ranks:
             if process.peer is not None:
                 self.peers.pop(process.peer, None)
+        return gang.reap()
 
     def kill(self, index: int) -> None:
         if index in self.processes:
@@ -219,24 +223,26 @@ class Connections:
     # What goes.
 
     def send(self, index: int, message: Message) -> None:
-        """Send a message, if the worker's process is there.
-
-        Raises:
-            UnreachableError: The worker does not accept messages; kill it.
-        """
+        """Send a message, if the worker's process is there."""
         gang = self.processes.get(index)
-        if gang is None:
-            return
+        if gang is not None:
+            with self._reaching(gang):
+                self._send(gang, message)
+
+    @contextmanager
+    def _reaching(self, gang: Gang) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            self.lost(gang, f"cannot be reached: {exc}")
+
+    def _send(self, gang: Gang, message: Message) -> None:
         if isinstance(message, Cancel):
             # Not in ranks: it would end in some a run that others wait for, or are done with.
-            if gang.is_group:
-                return
-            try:
+            if not gang.is_group:
                 send_cancel(gang.ranks[0].cancels, message)
-            except OSError as exc:
-                raise UnreachableError(f"cannot be reached: {exc}") from exc
         elif isinstance(message, Build) and gang.peers:
-            builds = [message] if not gang.is_group else self.builds[index]
+            builds = [message] if not gang.is_group else self.builds[gang.index]
             for process, build in zip(gang.ranks, builds, strict=True):
                 self.transport.send([process.peer or b""], encode(build))
         else:
@@ -249,55 +255,50 @@ class Connections:
         *,
         wide: bool = False,
     ) -> None:
-        """Send shards as one run, after the blocks and the version of the weights that they need.
-
-        Raises:
-            UnreachableError: As `send`.
-        """
+        """Send shards as one run, after the blocks and the version of the weights that they need."""
         gang = self.processes.get(index)
         if gang is None or gang.killed:
             return
-        for request, _ in members:
-            if not request.blocks <= gang.attached:
-                self._attach(gang, request.blocks)
-        first, shard = members[0]
-        weights = first.weights
-        if weights.number and weights.number not in gang.weights:
-            self._attach(gang, weights.blocks)
-            self.transport.send(gang.peers, weights.message)
-            given = {n for n in gang.weights if n >= weights.oldest}
-            gang.weights = given | {weights.number}
-        if len(members) == 1:
-            returned: Sequence[int] = ()
-            if gang.blocks.ended or gang.blocks.lost:
-                returned, closed = gang.blocks.take_back()
-                for number in closed:
-                    self.transport.send(gang.peers, encode(Detach(block=number)))
-            data = first.message(shard, returned, wide=wide)
-        else:
-            tensors = [request.tensors(shard) for request, shard in members]
-            data = encode_predict_joined(first.number, shard, weights.number, tensors, first.axes)
-        self.transport.send(gang.peers, data)
+        try:
+            for request, _ in members:
+                if not request.blocks <= gang.attached:
+                    self._attach(gang, request.blocks)
+            first, shard = members[0]
+            weights = first.weights
+            if weights.number and weights.number not in gang.weights:
+                self._attach(gang, weights.blocks)
+                self.transport.send(gang.peers, weights.message)
+                given = {n for n in gang.weights if n >= weights.oldest}
+                gang.weights = given | {weights.number}
+            if len(members) == 1:
+                returned: Sequence[int] = ()
+                if gang.blocks.ended or gang.blocks.lost:
+                    returned, closed = gang.blocks.take_back()
+                    for number in closed:
+                        self.transport.send(gang.peers, encode(Detach(block=number)))
+                data = first.message(shard, returned, wide=wide)
+            else:
+                tensors = [request.tensors(shard) for request, shard in members]
+                data = encode_predict_joined(
+                    first.number, shard, weights.number, tensors, first.axes
+                )
+            self.transport.send(gang.peers, data)
+        except OSError as exc:
+            self.lost(gang, f"cannot be reached: {exc}")
 
     def build_with(self, index: int, build: Build, *, maker: int) -> None:
-        """Have a worker load the model with the weights that another one has made.
-
-        Raises:
-            UnreachableError: As `send`.
-        """
+        """Have a worker load the model with the weights that another one has made."""
         gang, slab = self.processes.get(index), self.processes[maker].ranks[0].slab
         if gang is None or slab is None:
             return
-        self._hand_over(gang, slab)
-        self.send(index, Attach(block=slab.number, size=slab.size, device=build.device))
-        self.send(index, replace(build, slab=slab.number))
+        with self._reaching(gang):
+            self._hand_over(gang, slab, build.device)
+            self._send(gang, replace(build, slab=slab.number))
 
-    def _hand_over(self, gang: Gang, block: SharedBlock | OfferedBlock) -> None:
-        try:
-            for process in gang.ranks:
-                process.lifeline.send_block(block.number, block.size, block.fd, block.token)
-        except OSError as exc:
-            raise UnreachableError(f"does not take a block: {exc}") from exc
+    def _hand_over(self, gang: Gang, block: SharedBlock | OfferedBlock, device: str) -> None:
+        for process in gang.ranks:
+            process.lifeline.send_block(block.number, block.size, block.fd, block.token)
+        self._send(gang, Attach(block=block.number, size=block.size, device=device))
 
     def detach(self, index: int, number: int) -> None:
         """Have a worker unmap a block that was freed."""
@@ -310,12 +311,9 @@ class Connections:
         """Give the worker the blocks that it does not have yet."""
         for number in blocks - gang.attached:
             block = self._block(number)
-            if block is None:
-                continue
-            self._hand_over(gang, block)
-            gang.attached.add(number)
-            device = "" if block.device is None else str(block.device)
-            self.send(gang.index, Attach(block=number, size=block.size, device=device))
+            if block is not None:
+                gang.attached.add(number)
+                self._hand_over(gang, block, str(block.device or ""))
 
 
 def _check_descriptors(count: int) -> None:

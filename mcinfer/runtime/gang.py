@@ -48,6 +48,7 @@ class Gang:
         weights: Versions of the weights that they know.
         outlawed: Whether it broke the protocol: its messages are not read any more.
         killed: Whether `kill` was called.
+        running: How many of its processes have not ended.
     """
 
     def __init__(self, index: int, ranks: Sequence[WorkerProcess]) -> None:
@@ -59,6 +60,7 @@ class Gang:
         self.weights: set[int] = set()
         self.outlawed = False
         self.killed = False
+        self.running = len(ranks)
         self._said: list[deque[Message]] = [deque() for _ in ranks]
         self._outputs: list[str] = []
         self._progress = (0.0, 0)
@@ -177,6 +179,7 @@ class Gang:
 
     def note_ends(self, ended: Sequence[WorkerProcess], *, asked: bool) -> None:
         """Some of its processes have ended, because they were `asked` or not; end the others then."""
+        self.running -= len(ended)
         if not self.is_group:
             return
         for rank, process in enumerate(self.ranks):

@@ -48,7 +48,6 @@ from mcinfer.runtime.connections import Connections, Share
 from mcinfer.runtime.delivery import Delivery, call_trace_hook, prepare
 from mcinfer.runtime.inbox import CLOSING, Inbox, Question
 from mcinfer.runtime.supervision import Supervision
-from mcinfer.runtime.transport import UnreachableError
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.dispatch import Entry
 from mcinfer.scheduler.scheduler import Scheduler
@@ -493,10 +492,7 @@ class Loop:
             request = self.admission.places.requests[number]
             request.workers[shard] = worker
             given.append((request, shard))
-        try:
-            self._connections.send_run(worker, given, wide=run.wide)
-        except UnreachableError as exc:
-            self.supervision.note_unreachable(worker, exc)
+        self._connections.send_run(worker, given, wide=run.wide)
 
     def settle(self, entry: Entry, error: McinferError | None) -> None:
         request = self.admission.places.requests[entry.number]

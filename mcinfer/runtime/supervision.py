@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic
-from typing import TypeVar
 
 from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
@@ -39,13 +38,11 @@ from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Promise
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
+from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
-from mcinfer.runtime.transport import UnreachableError
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.statistics import Health, WorkerStatistics
-
-T = TypeVar("T")
 
 _MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
 _HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
@@ -166,11 +163,11 @@ class Supervision:
         self.memory_due = math.inf if rules.restart.max_memory_bytes is None else 0.0
         self.trim_due = math.inf
         self._connections = connections
+        connections.lost = self._note_lost
         self._inbox = inbox
         self._delivery = delivery
         self._limits = rules.limits
         self._restarted: Promise[None] | None = None
-        self._pidfds: set[int] = set()
         self._notes: set[str] = set()
         self._lost_at: float | None = None  # when the pool ceased to be ready, until it is again
         self._oom_kills: dict[int, int] = {}  # by worker: at its start
@@ -204,12 +201,10 @@ class Supervision:
         except Exception as exc:  # /proc/sys/fs/epoll/max_user_watches, no `sys.executable`, …
             if process is not None:
                 process.kill()
-                self._connections.remove(worker)
-                process.reap()
+                self._connections.reap(worker)
             how = f"could not be {'started' if process is None else 'watched'}: {exc}"
             self.news.append(partial(self._report_end, worker, how))
             return
-        self._pidfds.update(child.pidfd for child in process.ranks)
         self._oom_kills[worker] = oom_kills()
         self.news.append(partial(self._note_start, worker, process.pid))
 
@@ -223,14 +218,13 @@ class Supervision:
             if sharing.apart:
                 message = replace(message, shares_weights=False)
             elif worker != sharing.maker and sharing.maker is not None:
-                build = partial(self._connections.build_with, maker=sharing.maker)
-                self._order(worker, build, message)
+                self._connections.build_with(worker, message, maker=sharing.maker)
                 return
         if isinstance(message, Exit) and sharing is not None and sharing.hold_exit(worker):
             why = f"it uses the weights of worker {worker}, which is to end"
             self.news.append(partial(self._end_users, sharing, why))
             return
-        self._order(worker, self._connections.send, message)
+        self._connections.send(worker, message)
 
     def _end_users(self, sharing: Sharing, why: str) -> None:
         for user in sorted(sharing.users):
@@ -238,18 +232,10 @@ class Supervision:
                 self.scheduler.handle_killed(user, why, planned=True)
                 self._connections.kill(user)
 
-    def _order(self, worker: int, carry_out: Callable[[int, T], None], what: T) -> None:
-        try:
-            carry_out(worker, what)
-        except UnreachableError as exc:
-            self.note_unreachable(worker, exc)
-
-    def note_unreachable(self, worker: int, exc: UnreachableError) -> None:
-        process, reason = self._connections.processes[worker], str(exc)
-
+    def _note_lost(self, process: Gang, reason: str) -> None:
         def end() -> None:
-            if self._connections.processes.get(worker) is process:
-                self.outlaw(worker, reason)
+            if self._connections.processes.get(process.index) is process:
+                self.outlaw(process.index, reason)
 
         self.news.append(end)
 
@@ -316,10 +302,9 @@ class Supervision:
             ended = [child for child in process.ranks if child.pidfd in ready]
             for child in ended:
                 self.poll.unregister(child.pidfd)
-                self._pidfds.discard(child.pidfd)
             if ended:
                 process.note_ends(ended, asked=self.scheduler.is_exiting(index))
-                if self._pidfds.isdisjoint(child.pidfd for child in process.ranks):
+                if not process.running:
                     self._reap(index)
                 elif process.killed and not self.scheduler.workers[index].is_killed:
                     self.scheduler.handle_killed(index, "")
@@ -327,9 +312,8 @@ class Supervision:
     def _reap(self, index: int) -> None:
         """A worker's processes have ended: free what belongs to them, log and report it."""
         process = self._connections.processes[index]
-        self._connections.remove(index)
         stacks = process.stacks()
-        how, statuses = process.reap()
+        how, statuses = self._connections.reap(index)
         if not process.peers and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
         if STRAY in statuses:
@@ -354,7 +338,7 @@ class Supervision:
         self.scheduler.handle_died(monotonic(), worker, how)
         if sharing is not None:
             if (maker := sharing.take_exit()) is not None:
-                self._order(maker, self._connections.send, Exit())
+                self._connections.send(maker, Exit())
             self._start_next(sharing)
 
     def outlaw(self, worker: int, reason: str) -> None:
@@ -371,7 +355,7 @@ class Supervision:
         """The arena has dropped a block: workers unmap it too."""
         for worker in [*self._connections.processes]:
             if not self.scheduler.is_exiting(worker):
-                self._order(worker, self._connections.detach, number)
+                self._connections.detach(worker, number)
 
     def note_lent(self, blocks: LentBlocks, now: float) -> None:
         """A worker has lent a block: the end of its last view sends no event."""
@@ -384,7 +368,7 @@ class Supervision:
         for worker, process in [*self._connections.processes.items()]:
             if not self.scheduler.is_exiting(worker):
                 for number in process.blocks.trim():
-                    self._order(worker, self._connections.send, Detach(block=number))
+                    self._connections.send(worker, Detach(block=number))
                 self.note_lent(process.blocks, now)
 
     def look_at_memory(self, now: float) -> None:
@@ -551,8 +535,7 @@ class Supervision:
         end = monotonic() + seconds
         for index, process in processes:
             if all(_ends(child.pidfd, end) for child in process.ranks):
-                self._connections.remove(index)
-                process.reap()
+                self._connections.reap(index)
 
     def refuse_all(self) -> None:
         """Answer those who still wait for a start or a restart."""

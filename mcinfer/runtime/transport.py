@@ -123,7 +123,7 @@ class MasterTransport:
                 _send(self._socket, peer, _SEND_MORE)
                 _send(self._socket, data, _DONT_WAIT)
         except zmq.ZMQError as exc:
-            raise UnreachableError(f"cannot be reached: {exc}") from exc
+            raise UnreachableError(str(exc)) from exc
 
     def receive(self) -> tuple[bytes, bytes] | None:
         """The next message and its peer; None when there is nothing more.
