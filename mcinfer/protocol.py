@@ -526,16 +526,24 @@ def encode_numbers(blocks: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(blocks)}q", *blocks)
 
 
-def cut_numbers(count: int, data: bytes) -> tuple[tuple[int, ...], bytes]:
-    """So many numbers, as `encode_numbers` made them, and what follows.
+def cut_predict(data: bytes) -> tuple[tuple[int, int, int, int, bool], tuple[int, ...], bytes]:
+    """The parts of a PREDICT.
+
+    Returns:
+        Request, shard, version of the weights, bytes of the inputs' references, and whether it may be wide;
+        the numbers of returned blocks; and the body, with the references.
 
     Raises:
-        ProtocolError: There are not so many.
+        ProtocolError: It ends before its body.
     """
+    head, body = _head(Predict, PREDICT_HEAD, data)
+    run, count = head[:5], head[5]
+    if not count:
+        return run, (), body
     end = 8 * count
-    if len(data) < end:
-        raise ProtocolError(f"Predict: got {len(data)} bytes, expected {count} numbers of blocks")
-    return struct.unpack_from(f"<{count}q", data), data[end:]
+    if len(body) < end:
+        raise ProtocolError(f"Predict: got {len(body)} bytes, expected {count} numbers of blocks")
+    return run, struct.unpack_from(f"<{count}q", body), body[end:]
 
 
 def encode_predict_joined(
@@ -565,8 +573,7 @@ def decode(data: bytes) -> Message:
         ProtocolError: It is not a message of this protocol.
     """
     if data[:1] == _PREDICT_ID:
-        (request, shard, weights, size, wide, count), body = _head(Predict, PREDICT_HEAD, data)
-        returned, body = cut_numbers(count, body)
+        (request, shard, weights, size, wide), returned, body = cut_predict(data)
         inputs, outputs = decode_body(body, size)
         return Predict(
             request=request,

@@ -268,11 +268,9 @@ class OutputBlocks:
 
     def _take(self, size: int) -> Block:
         """A block for an answer of so many bytes, which is the master's now."""
-        found: Block | None = None
-        for block in self._free.copy():
-            if block.size >= size and (found is None or block.size < found.size):
-                found = block
-        if found is not None:
+        large = [block for block in self._free.copy() if block.size >= size]
+        if large:
+            found = min(large, key=lambda block: block.size)
             self._free.remove(found)
             return found
         # Answers of about this size are to fit as well.

@@ -47,7 +47,6 @@ from mcinfer.process import ORPHANED
 from mcinfer.protocol import (
     MAX_SPECS,
     PREDICT,
-    PREDICT_HEAD,
     REPLY,
     REPLY_HEAD,
     VERSION,
@@ -66,7 +65,7 @@ from mcinfer.protocol import (
     TensorRef,
     UpdateWeights,
     WorkerState,
-    cut_numbers,
+    cut_predict,
     decode,
     encode,
     state_after,
@@ -188,13 +187,8 @@ class WorkerLoop:
             raise
 
     def send(self, message: Message) -> None:
-        """Send a message that changes the state of this worker; an error for a model that none can hold."""
-        try:
-            data = encode(message)
-        except ProtocolError as exc:
-            text = f"what is to be said of the model does not fit a message: {exc}"
-            message = Error(kind="build", text=text)
-            data = encode(message)
+        """Send a message that changes the state of this worker."""
+        data = encode(message)
         self._state = state_after(self._state, type(message))
         self._connection.send(data)
 
@@ -227,7 +221,7 @@ class WorkerLoop:
                 for lane in self._lanes:
                     lane.take_weights(message)
             case Build():
-                self.send(self._build(message))
+                self._build(message)
         return not isinstance(message, Exit)
 
     def close(self) -> None:
@@ -243,7 +237,7 @@ class WorkerLoop:
         self._cancels.close()
         self._lifeline.close()
 
-    def _build(self, message: Build) -> Message:
+    def _build(self, message: Build) -> None:
         start = time.perf_counter()
         try:
             engine, cores, facts = open_worker_engine(
@@ -255,19 +249,16 @@ class WorkerLoop:
         except (CardLostError, ProtocolError):  # no fault of the model: as if this process had died
             raise
         except (RankDiedError, CollectiveTimeoutError) as exc:  # nor of this rank
-            return _error("broken", exc)
+            return self.send(_error("broken", exc))
         except Exception as exc:  # of any class: it is the runtime's
             kind = "missing" if isinstance(exc, MissingDependencyError) else "build"
-            return _error(kind, exc, model=message.model)
+            return self.send(_error(kind, exc, model=message.model))
         try:
-            return BuildFinish(
-                **facts,
-                seconds=time.perf_counter() - start,
-                slab=self._hand_over(engine.slab),
-            )
+            seconds = time.perf_counter() - start
+            self.send(BuildFinish(**facts, seconds=seconds, slab=self._hand_over(engine.slab)))
         except ProtocolError as exc:
             text = f"what is to be said of the model does not fit a message (at most {MAX_SPECS}"
-            return _error("build", BuildError(f"{text} inputs, outputs, …): {exc}"))
+            self.send(_error("build", BuildError(f"{text} inputs, outputs, …): {exc}")))
 
     def _open_lanes(self, engine: Engine, cores: Sequence[int]) -> None:
         """Make the runs of each thread, and those threads; each is kept to its part of the cores."""
@@ -295,14 +286,10 @@ class WorkerLoop:
 
     def predict(self, data: bytes, runs: Runs) -> None:
         """Follow a PREDICT, and answer it; `ProtocolError` if it may not come now."""
-        if len(data) < PREDICT_HEAD.size:
-            raise ProtocolError(f"Predict: got {len(data)} bytes, expected a head")
-        _, request, shard, version, size, alone, count = PREDICT_HEAD.unpack_from(data)
-        body = data[PREDICT_HEAD.size :]
+        (request, shard, version, size, alone), returned, body = cut_predict(data)
         if self._state is not WorkerState.BUSY:  # which it stays: other runs may be under way
             self._state = state_after(self._state, Predict)
-        if count:
-            returned, body = cut_numbers(count, body)
+        if returned:
             self._outputs.take_back(returned)
         self._run(request, shard, runs, alone, runs.single, version, size, body)
 
