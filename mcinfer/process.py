@@ -199,11 +199,11 @@ def run_as_frozen_child() -> None:
 # Identity: pids are reused, so a pid and a start time identify a process.
 
 # Fields as proc_pid_stat(5) counts them.
-_STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME, _EXIT_CODE = 3, 14, 15, 22, 52
+STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME, _EXIT_CODE = 3, 14, 15, 22, 52
 _FIRST_AFTER_NAME = 3
 
 
-def _field(pid: int, number: int) -> str | None:
+def field_of(pid: int, number: int) -> str | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -217,20 +217,20 @@ def start_time(pid: int) -> int | None:
 
     A process that has ended exists until its parent has waited for it. `OSError`: no descriptor is left.
     """
-    text = _field(pid, _START_TIME)
+    text = field_of(pid, _START_TIME)
     return None if text is None else int(text)
 
 
 def cpu_time(pid: int) -> int:
     """The CPU time of a process, in clock ticks; 0 if it does not exist. Raises as `start_time` does."""
-    return sum(int(_field(pid, number) or 0) for number in (_USER_TIME, _SYSTEM_TIME))
+    return sum(int(field_of(pid, number) or 0) for number in (_USER_TIME, _SYSTEM_TIME))
 
 
 def how_it_ended(pid: int) -> str:
     """How a process that has ended did so, in words; only a zombie has a status."""
-    if _field(pid, _STATE) != "Z":
+    if field_of(pid, STATE) != "Z":
         return "has ended"
-    status = int(_field(pid, _EXIT_CODE) or 0)
+    status = int(field_of(pid, _EXIT_CODE) or 0)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         names = {known.value: known.name for known in signal.Signals}

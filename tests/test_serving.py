@@ -45,8 +45,8 @@ from mcinfer.protocol import (
     encode_references,
 )
 from mcinfer.runtime.transport import MasterTransport, UnreachableError, WorkerTransport
-from mcinfer.runtime.worker_process import send_cancel
 from mcinfer.shm.block import Block
+from mcinfer.shm.descriptors import send
 from mcinfer.shm.lifeline import Lifeline
 from mcinfer.specs import STRING, numpy_dtype
 from mcinfer.worker import runs
@@ -207,7 +207,7 @@ class Peer:
         return self.status
 
     def cancel(self, request: int, shard: int = 0) -> None:
-        send_cancel(self.cancels, Cancel(request=request, shard=shard))
+        send(self.cancels, encode(Cancel(request=request, shard=shard)))
 
     def close(self) -> None:
         if self.thread.is_alive():

@@ -11,6 +11,8 @@ import queue
 import random
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -552,6 +554,25 @@ def test_full_lifeline_refuses_at_once(lifelines: Ends) -> None:
         while True:
             master.send_block(next(numbers), 64, block.fd)
     block.close()
+
+
+WITHOUT_SIGPIPE = """
+import signal, socket
+from mcinfer.shm.descriptors import send
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+theirs.close()
+try:
+    send(ours, b"CANCEL")
+except OSError as exc:
+    print(exc.strerror)
+"""
+
+
+def test_program_that_wants_to_end_by_sigpipe_does_not_by_a_worker() -> None:
+    command = [sys.executable, "-c", WITHOUT_SIGPIPE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "Broken pipe\n"
 
 
 def test_greeting_comes_whole_and_before_any_block(lifelines: Ends) -> None:

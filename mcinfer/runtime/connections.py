@@ -30,8 +30,9 @@ from mcinfer.protocol import (
 from mcinfer.requests.request import Request
 from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport
-from mcinfer.runtime.worker_process import WorkerProcess, send_cancel
+from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.shm.arena import OfferedBlock, SharedBlock
+from mcinfer.shm.descriptors import send
 
 _STANDINGS = {
     "T": "is stopped by a signal",
@@ -167,7 +168,7 @@ class Connections:
         for index, gang in self.processes.items():
             for rank, process in enumerate(gang.ranks):
                 with suppress(OSError):
-                    text = _STANDINGS.get(process.standing(), "")
+                    text = _STANDINGS.get(process.standing() or "")
                     if text:
                         found[index] = f"rank {rank} {text}" if gang.is_group else text
         return found
@@ -240,7 +241,7 @@ class Connections:
         if isinstance(message, Cancel):
             # Not in ranks: it would end in some a run that others wait for, or are done with.
             if not gang.is_group:
-                send_cancel(gang.ranks[0].cancels, message)
+                send(gang.ranks[0].cancels, encode(message))
         elif isinstance(message, Build) and gang.peers:
             builds = [message] if not gang.is_group else self.builds[gang.index]
             for process, build in zip(gang.ranks, builds, strict=True):

@@ -275,7 +275,8 @@ class Inbox:
             self.refuse()
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Call a function in the loop, and wait for its result or error."""
+        """Call a function in the loop, and wait for its result or error; raises as `check_wait`."""
+        self.check_process()
         if not self.opened or self.gone:
             return function()
         self.check_wait()

@@ -98,7 +98,9 @@ class Loop:
             memory_bytes, dropped=self.supervision.detach, numbers=self._block_numbers
         )
         self.frames = IdleFrames()
-        self.oversee(Scheduler(builds, self, self.supervision, rules))
+        scheduler = self._scheduler = Scheduler(builds, self, self.supervision, rules)
+        self.supervision.scheduler = scheduler
+        self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
         self.model: ModelInMemory | None = None
         self._workers = len(groups)
         self._trace = trace
@@ -107,11 +109,6 @@ class Loop:
         self._run_claims = [True]
         self._abandoned = False
         self._thread: threading.Thread | None = None
-
-    def oversee(self, scheduler: Scheduler) -> None:
-        """Report events to this scheduler, and carry out its orders; before the start."""
-        self._scheduler = self.supervision.scheduler = scheduler
-        self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
 
     # Life, for any thread.
 
@@ -234,7 +231,6 @@ class Loop:
         return "ready" if serving == workers else f"{serving} of {workers} workers serve"
 
     def statistics(self, weights_version: int) -> Statistics:
-        self.inbox.check_process()
         return self.inbox.ask(partial(self._take_statistics, weights_version))
 
     def _open_place(self, device: Device) -> Place:

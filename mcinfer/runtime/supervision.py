@@ -434,12 +434,10 @@ class Supervision:
     # How the pool is.
 
     def health(self) -> Health:
-        self._inbox.check_process()
         return self._inbox.ask(self.take_health)
 
     def wait_ready(self, timeout: float) -> Health:
         """See `Master.wait_ready`."""
-        self._inbox.check_process()
         end = monotonic() + timeout
         pause = Promise[None]()
         while True:
@@ -462,18 +460,14 @@ class Supervision:
             return replace(health, state="failed", reasons=(str(self.failure),), serving=0)
         if self._inbox.finished:
             return replace(health, state="closed", reasons=(), serving=0)
-        wrong = {
-            index: text
-            for index, text in self._connections.standings().items()
-            if self.scheduler.workers[index].serves
-        }
+        standings = self._connections.standings()
+        wrong = [w for w in self.scheduler.workers if w.serves and w.index in standings]
         if not wrong:
             return health
-        reasons = [f"{self.scheduler.workers[index].name} {text}" for index, text in wrong.items()]
         return replace(
             health,
             state="degraded" if health.state == "ready" else health.state,
-            reasons=(*health.reasons, *reasons),
+            reasons=(*health.reasons, *[f"{w.name} {standings[w.index]}" for w in wrong]),
             serving=health.serving - len(wrong),
         )
 

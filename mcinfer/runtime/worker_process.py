@@ -12,21 +12,23 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
-from mcinfer.process import REQUEST, Inherited, StackReport, command, environment
-from mcinfer.protocol import Cancel, encode
+from mcinfer.process import (
+    REQUEST,
+    STATE,
+    Inherited,
+    StackReport,
+    command,
+    environment,
+    field_of,
+)
 from mcinfer.shm.arena import OfferedBlock
 from mcinfer.shm.lifeline import Lifeline
 
 _worker_log = logging.getLogger("mcinfer.worker")
 """Here, since getting one takes a lock that users' code may hold, and the loop starts workers."""
-
-
-def send_cancel(end: socket.socket, message: Cancel) -> None:
-    """Never waits; `OSError`: the worker has closed its end, or does not read it."""
-    end.setblocking(False)
-    end.send(encode(message), socket.MSG_NOSIGNAL)  # since a program may have SIGPIPE end it
 
 
 class WorkerProcess:
@@ -88,6 +90,9 @@ class WorkerProcess:
             opened.callback(self.lifeline.close)
             self.cancels, listening = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             opened.callback(self.cancels.close)
+            self.cancels.setblocking(
+                False
+            )  # whatever a program gives to `socket.setdefaulttimeout`
             whole = {
                 "connection": connection,
                 "token": self.token,
@@ -139,13 +144,13 @@ class WorkerProcess:
         """Its stacks when it crashed or was asked; empty without them."""
         return self._stacks.read()
 
-    def standing(self) -> str:
+    def standing(self) -> str | None:
         """The state of its main thread (proc(5)): T for stopped, Z for ended, and others."""
-        return _read_proc(self.pid, "stat").rpartition(")")[2].split()[0]
+        return field_of(self.pid, STATE)
 
     def own_bytes(self) -> int:
         """Its resident memory without the tensors and weights that it shares."""
-        resident, shared = _read_proc(self.pid, "statm").split()[1:3]
+        resident, shared = Path(f"/proc/{self.pid}/statm").read_text("ascii").split()[1:3]
         return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
     def wait(self) -> int:
@@ -167,8 +172,3 @@ class WorkerProcess:
         if self.slab is not None:
             os.close(self.slab.fd)
             self.slab = None
-
-
-def _read_proc(pid: int, name: str) -> str:
-    with open(f"/proc/{pid}/{name}", encoding="ascii", errors="replace") as file:
-        return file.read()
