@@ -368,6 +368,14 @@ def test_worker_past_its_budget_is_replaced_before_those_that_serve() -> None:
     assert finish_build(pool, 1, 2.0) == [Send(worker=0, message=Exit())]
 
 
+def test_worker_that_started_first_is_replaced_first() -> None:
+    """It may have made the weights that the others use, and that end with it."""
+    pool = ready_pool(2)
+    pool.handle_died(1.0, 0, SIGKILL)
+    restarted(pool, 0, 1.0 + RESTART.backoff)
+    assert pool.handle_restart(2.0) == [Send(worker=1, message=Exit())]
+
+
 @pytest.mark.parametrize("answers", [0, 1])
 def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so(answers: int) -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=0))

@@ -609,8 +609,12 @@ class Lifecycle:
                 self._sink.workers_restarted(None)
 
     def _begin_replacing(self) -> Worker | None:
-        """Take the next worker that may be replaced now: the failure of one must not end the service."""
-        w = min(self._to_replace, key=lambda w: not w.budget.spent, default=None)
+        """Take the next worker that may be replaced now: the failure of one must not end the service.
+
+        The one that was started first goes first: others may use the weights that it made, and end with it.
+        """
+        waiting = self._to_replace
+        w = min(waiting, key=lambda w: (not w.budget.spent, w.start.latest), default=None)
         if w is None or not all(
             o.serves or (o.budget.spent and not w.serves) for o in self.workers if o is not w
         ):
