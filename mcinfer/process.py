@@ -271,6 +271,13 @@ def watch_parent(pid: int, channel: int) -> None:
     threading.Thread(target=watch, name="mcinfer-watch-master", daemon=True).start()
 
 
+def becomes_readable(fd: int, seconds: float | None = None) -> bool:
+    """Wait until a descriptor is readable, for at most so many seconds; whether it is."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
+
+
 # Stacks: the interpreter's own handler (faulthandler) writes them to shared memory when the worker crashes or
 # gets a signal. It needs neither the interpreter's lock nor memory.
 

@@ -1,4 +1,4 @@
-"""Tests of mcinfer/runtime/gang.py: what several ranks say becomes what one worker says."""
+"""Tests of mcinfer/runtime/worker_process.py: what several ranks say becomes what one worker says."""
 
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -7,8 +7,7 @@ import pytest
 
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import BuildFinish, Error, Hello, Message, Preparing, Reply, TensorRef
-from mcinfer.runtime.gang import Gang
-from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.runtime.worker_process import Gang, WorkerProcess
 from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 

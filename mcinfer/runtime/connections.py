@@ -28,9 +28,8 @@ from mcinfer.protocol import (
     encode_predict_joined,
 )
 from mcinfer.requests.request import Request
-from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.transport import MasterTransport
-from mcinfer.runtime.worker_process import WorkerProcess
+from mcinfer.runtime.worker_process import Gang, WorkerProcess
 from mcinfer.shm.arena import OfferedBlock, SharedBlock
 from mcinfer.shm.descriptors import send
 

@@ -25,6 +25,7 @@ from typing import Any, TextIO
 from weakref import ref
 
 from mcinfer.errors import McinferError, PredictError
+from mcinfer.process import becomes_readable
 from mcinfer.requests.request import OutcomeFuture, Request
 from mcinfer.scheduler.dispatch import Entry, trace_of
 from mcinfer.shm.descriptors import WakeUp
@@ -126,9 +127,7 @@ class Delivery:
         """After `close`: wait for the thread's end, for at most so many seconds."""
         if self._thread is None or self.is_current:
             return
-        ended = select.poll()
-        ended.register(self._ended.fd, select.POLLIN)
-        if ended.poll(seconds * 1000):
+        if becomes_readable(self._ended.fd, seconds):
             self._thread.join(seconds)
 
     def _run(self) -> None:

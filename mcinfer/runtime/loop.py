@@ -28,7 +28,7 @@ from weakref import ref
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
 from mcinfer.private import ModelInMemory, model_name
-from mcinfer.process import check_threads
+from mcinfer.process import becomes_readable, check_threads
 from mcinfer.protocol import (
     REPLY,
     REPLY_HEAD,
@@ -204,9 +204,7 @@ class Loop:
         `Thread.join` alone will not do: after one that a signal's handler interrupts, Python 3.11 takes the
         thread for ended, and the next one does not wait (`_wait_for_tstate_lock` in its threading.py).
         """
-        ended = select.poll()
-        ended.register(self._ended.fd, select.POLLIN)
-        ended.poll()
+        becomes_readable(self._ended.fd)
         thread.join()
         self._delivery.wait(_LAST_SECONDS)
 

@@ -23,7 +23,7 @@ from time import monotonic
 from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
 from mcinfer.private import model_name
-from mcinfer.process import STRAY, STRAY_REASON
+from mcinfer.process import STRAY, STRAY_REASON, becomes_readable
 from mcinfer.protocol import (
     MAX_NOTES,
     Build,
@@ -38,8 +38,8 @@ from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Promise
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
-from mcinfer.runtime.gang import Gang
 from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
+from mcinfer.runtime.worker_process import Gang
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.statistics import Health, WorkerStatistics
@@ -528,7 +528,7 @@ class Supervision:
             process.kill()
         end = monotonic() + seconds
         for index, process in processes:
-            if all(_ends(child.pidfd, end) for child in process.ranks):
+            if all(becomes_readable(child.pidfd, end - monotonic()) for child in process.ranks):
                 self._connections.reap(index)
 
     def refuse_all(self) -> None:
@@ -538,10 +538,3 @@ class Supervision:
             self._restarted.settle(closed)
         if not self.started.settled:
             self.started.settle(self.failure or closed)
-
-
-def _ends(pidfd: int, by: float) -> bool:
-    """Wait for the end of a process until then; whether it has ended."""
-    ended = select.poll()
-    ended.register(pidfd, select.POLLIN)
-    return bool(ended.poll(max(0.0, by - monotonic()) * 1000))

@@ -1,7 +1,16 @@
-"""Worker processes: starting them, what they inherit, and their end.
+"""The processes of one worker: one, or the ranks of a group that run each request together.
 
-Ownership: a `WorkerProcess` owns its pidfd and the master's end of its lifeline until `reap`. A worker writes
-to the standard output and error of this process itself.
+::
+
+    scheduler ── one message ──► Gang ══ the same bytes, in the same order ══► rank 0, rank 1, …
+              ◄── one message ──      ◄════ each rank answers every message, in order ═════
+
+To the scheduler a group is one worker. Its HELLO, BUILD_FINISH, REPLY or ERROR is there when all ranks have
+sent theirs; a rank whose build fails speaks for all. All or nothing: if a rank says that its group is broken,
+or its process ends, all others are ended, and the worker has died.
+
+Ownership: a `Gang` owns its processes, and a `WorkerProcess` its pidfd and the master's end of its channels,
+until `reap`. A worker writes to the standard output and error of this process itself.
 """
 
 import contextlib
@@ -9,12 +18,16 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from mcinfer.errors import ProtocolError
 from mcinfer.process import (
     REQUEST,
     STATE,
@@ -24,7 +37,19 @@ from mcinfer.process import (
     environment,
     field_of,
 )
+from mcinfer.protocol import (
+    MAX_NOTES,
+    MAX_RUNS,
+    BuildFinish,
+    Error,
+    Message,
+    Preparing,
+    Reply,
+    TensorRef,
+)
+from mcinfer.requests.lent_blocks import LentBlocks
 from mcinfer.shm.arena import OfferedBlock
+from mcinfer.shm.block import Block
 from mcinfer.shm.lifeline import Lifeline
 
 _worker_log = logging.getLogger("mcinfer.worker")
@@ -172,3 +197,215 @@ class WorkerProcess:
         if self.slab is not None:
             os.close(self.slab.fd)
             self.slab = None
+
+
+_MOST_AHEAD = MAX_RUNS + 4
+"""Answers of one rank that others have not given yet, at the most: to runs, and to what came before them."""
+
+
+class Gang:
+    """A worker: its one process, or the ranks of its group; see the module's docstring.
+
+    Attributes:
+        index: Its number in the scheduler.
+        ranks: Its processes.
+        peers: The transport's names for all of them; empty before the last HELLO.
+        attached: Numbers of the blocks that they were sent.
+        blocks: Those that they make themselves.
+        weights: Versions of the weights that they know.
+        outlawed: Whether it broke the protocol: its messages are not read any more.
+        killed: Whether `kill` was called.
+        running: How many of its processes have not ended.
+    """
+
+    def __init__(self, index: int, ranks: Sequence[WorkerProcess]) -> None:
+        self.index = index
+        self.ranks = ranks
+        self.peers: list[bytes] = []
+        self.attached: set[int] = set()
+        self.blocks = LentBlocks(self._receive_block)
+        self.weights: set[int] = set()
+        self.outlawed = False
+        self.killed = False
+        self.running = len(ranks)
+        self._said: list[deque[Message]] = [deque() for _ in ranks]
+        self._outputs: list[str] = []
+        self._progress = (0.0, 0)
+        self._build_failed = False
+        # Why it ends: ranks that ended by themselves, or what one said.
+        self._causes: list[str] = []
+        self._statuses: set[int] = set()
+
+    @property
+    def is_group(self) -> bool:
+        return len(self.ranks) > 1
+
+    @property
+    def pid(self) -> int:
+        return self.ranks[0].pid
+
+    def note_peers(self) -> None:
+        """A rank has said HELLO."""
+        known = [process.peer for process in self.ranks if process.peer is not None]
+        self.peers = known if len(known) == len(self.ranks) else []
+
+    # What ranks say.
+
+    def take(self, rank: int, message: Message) -> Message | None:
+        """Take a message of one rank; that of the worker, if it is the last that was missing for one.
+
+        Raises:
+            ProtocolError: The ranks do not say the same.
+        """
+        if isinstance(message, Error) and message.kind == "broken":
+            if not self.is_group:
+                raise ProtocolError("a worker that is no rank says that its group is broken")
+            if message.request is not None:
+                self._end(message.text)
+                return None
+        if not self.is_group:
+            return message
+        if isinstance(message, Preparing):  # of whichever rank prepares the slices
+            self._progress = max(self._progress, (message.seconds, message.written))
+            seconds, written = self._progress
+            return replace(message, seconds=seconds, written=written)
+        if self._build_failed:
+            return None
+        if isinstance(message, Error) and message.request is None and message.kind != "broken":
+            self._build_failed = True  # the others may wait for this rank, until the group is ended
+            return message
+        self._said[rank].append(message)
+        if len(self._said[rank]) > _MOST_AHEAD:
+            raise ProtocolError(f"rank {rank} has said more than it was asked")
+        return self._joined([said.popleft() for said in self._said]) if all(self._said) else None
+
+    def _joined(self, messages: Sequence[Message]) -> Message | None:
+        """What the ranks say together."""
+        first = messages[0]
+        errors = [message for message in messages if isinstance(message, Error)]
+        answers = [message for message in messages if isinstance(message, Error | Reply)]
+        runs = {(answer.request, answer.shard) for answer in answers}
+        if len(runs) > 1 or (not errors and len({*map(type, messages)}) > 1):
+            said = [type(message).__name__ for message in messages]
+            raise ProtocolError(f"the ranks said {said} of the runs {[*runs]} at once")
+        if len(answers) not in (0, len(messages)):
+            raise ProtocolError("some ranks answered a run, and others a build, at once")
+        if errors:
+            for message in messages:
+                if isinstance(message, Reply):
+                    self.blocks.give_up(message.outputs)
+            own = [error for error in errors if error.kind != "broken"]
+            if not own:
+                self._end(errors[0].text)
+                return None
+            if len(own) == len(messages):
+                return own[0]
+            return replace(own[0], text=f"{self._name(messages.index(own[0]))}: {own[0].text}")
+        found = [m for m in messages if isinstance(m, BuildFinish | Reply)]
+        seconds = max((m.seconds for m in found), default=0.0)
+        if isinstance(first, BuildFinish):
+            self._outputs = [name for name, _, _ in first.outputs]
+            notes = [note for m in found if isinstance(m, BuildFinish) for note in m.notes]
+            return replace(first, notes=(*dict.fromkeys(notes),)[:MAX_NOTES], seconds=seconds)
+        if isinstance(first, Reply):
+            return replace(first, outputs=self._merged(messages), seconds=seconds)
+        return first
+
+    def _name(self, rank: int) -> str:
+        """A rank in words."""
+        process = self.ranks[rank]
+        return f"rank {rank} ({process.label[1]}, pid {process.pid})"
+
+    def _merged(self, replies: Sequence[Message]) -> tuple[TensorRef, ...]:
+        """References to all outputs: where PREDICT said, or in a block of the rank that made one itself."""
+        found: dict[str, TensorRef] = {}
+        for reply in replies:
+            for reference in reply.outputs if isinstance(reply, Reply) else ():
+                name, block = reference[0], reference[3]
+                if block is not None and block < 0:
+                    found[name] = reference
+                else:
+                    found.setdefault(name, reference)
+        if not found.keys() <= {*self._outputs}:
+            raise ProtocolError(f"the ranks gave {[*found]}, which are not all outputs")
+        return tuple(found[name] for name in self._outputs if name in found)
+
+    def _receive_block(self, number: int) -> Block:
+        """Map a block that a rank has handed over; its number says which (`OutputBlocks`)."""
+        lifeline = self.ranks[-number % len(self.ranks)].lifeline
+        size, fd, _ = lifeline.receive_block(number)
+        return Block.attach(number, size, fd)
+
+    # Ends.
+
+    def _end(self, cause: str) -> None:
+        """End all processes, since the ranks cannot go on."""
+        if not self.killed:
+            self._causes.append(cause)
+            self.kill()
+
+    def note_ends(self, ended: Sequence[WorkerProcess], *, asked: bool) -> None:
+        """Some of its processes have ended, because they were `asked` or not; end the others then."""
+        self.running -= len(ended)
+        if not self.is_group:
+            return
+        for rank, process in enumerate(self.ranks):
+            if process in ended and not self.killed:
+                status = process.wait()
+                if not (asked and status == 0):
+                    self._causes.append(f"{self._name(rank)} {_describe_exit(status)}")
+                    self._statuses.add(status)
+        if self._causes:
+            self.kill()
+
+    def kill(self) -> None:
+        """End all its processes at once."""
+        self.killed = True
+        for process in self.ranks:
+            process.kill()
+
+    def reap(self) -> tuple[str, set[int]]:
+        """After the end of all processes: free what this object owns.
+
+        Returns:
+            How it ended, in words; and the exit statuses that this is of, none if a rank said why.
+        """
+        self.blocks.close()
+        statuses = [process.reap() for process in self.ranks]
+        if self._causes:
+            return f"ended: {'; '.join(self._causes)}", self._statuses
+        return _describe_exit(statuses[0]), {statuses[0]}
+
+    def abandon(self) -> None:
+        """Free what this object owns; processes that still run lose their lifelines."""
+        self.blocks.close()
+        for process in self.ranks:
+            process.abandon()
+
+    # How it is.
+
+    def ask_for_stacks(self) -> None:
+        """Make all processes write their stacks: any of them may be the one that hangs."""
+        for process in self.ranks:
+            process.ask_for_stacks()
+
+    def stacks(self) -> str:
+        """The stacks of all processes that wrote some; those of ranks with the rank."""
+        found = [process.stacks() for process in self.ranks]
+        if not self.is_group:
+            return found[0]
+        return "\n".join(f"{self._name(rank)}:\n{text}" for rank, text in enumerate(found) if text)
+
+    def own_bytes(self) -> int:
+        """The resident memory of its own of the process that has most."""
+        return max(process.own_bytes() for process in self.ranks)
+
+
+def _describe_exit(code: int) -> str:
+    """A process's end in words; a negative code is the number of the signal that killed it."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
