@@ -283,13 +283,10 @@ class Gang:
         """What the ranks say together."""
         first = messages[0]
         errors = [message for message in messages if isinstance(message, Error)]
-        answers = [message for message in messages if isinstance(message, Error | Reply)]
-        runs = {(answer.request, answer.shard) for answer in answers}
-        if len(runs) > 1 or (not errors and len({*map(type, messages)}) > 1):
-            said = [type(message).__name__ for message in messages]
-            raise ProtocolError(f"the ranks said {said} of the runs {[*runs]} at once")
-        if len(answers) not in (0, len(messages)):
-            raise ProtocolError("some ranks answered a run, and others a build, at once")
+        about = [(m.request, m.shard) if isinstance(m, Error | Reply) else None for m in messages]
+        said = [type(message).__name__ for message in messages]
+        if len({*about}) > 1 or (not errors and len({*said}) > 1):
+            raise ProtocolError(f"the ranks said {said} of the runs {about} at once")
         if errors:
             for message in messages:
                 if isinstance(message, Reply):

@@ -61,7 +61,6 @@ class Entry:
         size: Bytes of its tensors.
         timeout: Seconds from `called` to `deadline`.
         may_be_wide: Whether its one shard may have the whole CPU if it is alone.
-        answered: By shard, whether its reply came.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
@@ -80,7 +79,6 @@ class Entry:
     timeout: float
     may_be_wide: bool = False
     deadline: float = field(init=False)
-    answered: list[bool] = field(init=False)
     attempts: list[int] = field(init=False)
     unanswered: int = field(init=False)
     deaths: dict[int, list[str]] = field(default_factory=dict)
@@ -92,8 +90,8 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.deadline = self.called + self.timeout
-        self.unanswered = shards = len(self.rows)
-        self.answered, self.attempts = [False] * shards, [0] * shards
+        self.unanswered = len(self.rows)
+        self.attempts = [0] * self.unanswered
 
     def end(self, now: float) -> float:
         """Until when a run of it may go on once it is settled: as long as the caller gave it."""

@@ -325,7 +325,6 @@ class Scheduler:
                 entry = self.table.entries[number]
                 entry.outstanding -= 1
                 if entry.ending is None:
-                    entry.answered[part] = True
                     entry.unanswered -= 1
                     if self._traces:
                         place = w.index, w.build.device, w.pid, entry.attempts[part]
@@ -510,7 +509,7 @@ class Scheduler:
         stories = entry.deaths.setdefault(shard, [])
         stories.append(story)
         if len(stories) == MAX_TRIES:
-            text = f"shard {shard} of {len(entry.answered)} was given up after {MAX_TRIES} workers died on it"
+            text = f"shard {shard} of {len(entry.rows)} was given up after {MAX_TRIES} workers died on it"
             self._fail(entry, w.death_error(f"{text}: {'; '.join(stories)}"), now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> None:
@@ -521,11 +520,9 @@ class Scheduler:
             for request, shard in run.members
             if request == entry.number
         }
-        where = [
-            f"shard {i} {places.get(i, 'waited for a worker')}"
-            for i, answered in enumerate(entry.answered)
-            if not answered
-        ]
+        waiting = [i for i in range(len(entry.rows)) if (entry.number, i) in self.queue.items]
+        places |= dict.fromkeys(waiting, "waited for a worker")
+        where = [f"shard {i} {place}" for i, place in sorted(places.items())]
         if not any(w.serves for w in self.workers):
             where += self.lifecycle.health(now).reasons
         error = PredictTimeoutError(f"no answer within {entry.timeout:g} s: {', '.join(where)}")

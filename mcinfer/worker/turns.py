@@ -118,7 +118,9 @@ class Turns(WorkerTransport):
             return self._transport.receive()
 
     def may_receive(self) -> bool:
-        return self._transport.may_receive()
+        return (
+            self._transport.may_receive()
+        )  # an inline worker with several runs has one around another
 
     def _end(self) -> None:
         # Under the lock, so that the thread that has the turn does not silence the bell, and wait.
