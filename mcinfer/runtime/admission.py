@@ -284,11 +284,7 @@ class IdleMemory:
     def look(self, now: float, frames: IdleFrames, in_flight: int, most_in_flight: int) -> None:
         """Give back what was not in use for a while.
 
-        Args:
-            now: The time.
-            frames: The idle frames.
-            in_flight: Bytes of the requests in flight.
-            most_in_flight: The most that these had since the last look.
+        The requests in flight have so many bytes, and had at most so many since the last look.
         """
         arena = self._arena
         idle_bytes = frames.bytes
@@ -316,11 +312,6 @@ class IdleMemory:
 
 class Admission:
     """Who waits for a place in the queue, or for memory; for the loop's thread alone.
-
-    Args:
-        scheduler: Whose queue it is.
-        arena: The shared memory of tensors.
-        frames: The memory of it that is not in use.
 
     Attributes:
         places: The requests.

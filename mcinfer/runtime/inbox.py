@@ -85,9 +85,8 @@ class Inbox:
         self._limits = limits
         self._delivery = delivery
         self._open_place = open_place
-        self._reached: dict[
-            int, frozenset[str]
-        ] = {}  # by worker, the devices whose memory it reaches
+        # By worker, the devices whose memory it reaches.
+        self._reached: dict[int, frozenset[str]] = {}
         self.places: dict[Device, Place] = {}
         self.pid = os.getpid()
 
@@ -224,8 +223,7 @@ class Inbox:
         wanted = Allocation(self.admission.memory[arena], sizes, timeout, block)
         try:
             self.post(wanted)
-            if not wanted.wait(timeout + _CALLER_PATIENCE) and self.gone:
-                self.refuse()
+            wanted.wait(timeout + _CALLER_PATIENCE)
         except BaseException:
             wanted.timeout = -math.inf  # nothing is to wait behind it
             raise
@@ -286,12 +284,8 @@ class Inbox:
         return call.result()
 
     def wait_for(self, call: Outcome[Any]) -> None:
-        end = monotonic() + _LOOP_PATIENCE
-        while not call.wait(1.0):
-            if self.gone:
-                self.refuse()
-            elif monotonic() >= end:
-                raise McinferError(f"the loop did not answer within {_LOOP_PATIENCE:g} s")
+        if not call.wait(_LOOP_PATIENCE):
+            raise McinferError(f"the loop did not answer within {_LOOP_PATIENCE:g} s")
 
     def refuse(self) -> None:
         """The loop has ended: refuse what came too late."""

@@ -102,7 +102,6 @@ class Loop:
         self.supervision.scheduler = scheduler
         self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
         self.model: ModelInMemory | None = None
-        self._workers = len(groups)
         self._trace = trace
         self._ended = WakeUp()
         self._readable = True  # whether there may be messages
@@ -225,7 +224,7 @@ class Loop:
             return "not started"
         if self.inbox.closing or not self.supervision.started.settled:
             return "closing" if self.inbox.closing else "starting"
-        serving, workers = self.supervision.serving, self._workers
+        serving, workers = self.supervision.serving, len(self._scheduler.workers)
         return "ready" if serving == workers else f"{serving} of {workers} workers serve"
 
     def statistics(self, weights_version: int) -> Statistics:
@@ -339,9 +338,8 @@ class Loop:
         self.inbox.asleep = False
         with ExitStack() as last:  # what was entered last comes first
             last.callback(self._delivery.close)
-            for (
-                place
-            ) in self.inbox.places.values():  # given back once the work of its device is done
+            for place in self.inbox.places.values():
+                # Given back once the work of its device is done.
                 last.callback(self._delivery.put, place.release)
             if self.model is not None:
                 last.callback(self.model.close)

@@ -128,12 +128,6 @@ class Sharing:
 class Supervision:
     """The workers of one pool; `health`, `wait_ready` and `restart_workers` are for any thread.
 
-    Args:
-        connections: Their processes.
-        inbox: For questions of other threads.
-        delivery: Logs.
-        rules: What the user wants of the pool.
-
     Attributes:
         scheduler: Whose orders it carries out; set before the start.
         poll: What the loop waits with; set before the start.

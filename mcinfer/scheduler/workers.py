@@ -327,9 +327,8 @@ class Lifecycle:
         self._restart = rules.restart
         self._to_replace: deque[Worker] = deque()
         self._replacing: Worker | None = None
-        self._asked_for: dict[
-            int, int | None
-        ] = {}  # by worker, the process that a caller wants replaced
+        # By worker, the process that a caller wants replaced.
+        self._asked_for: dict[int, int | None] = {}
         self._announced: tuple[HealthState, int] = ("starting", 0)
         self.is_steady = False
 

@@ -67,12 +67,7 @@ _Layout = tuple[int, int, bytes]
 
 
 class Runs:
-    """The runs of a worker's engine, and the versions of its weights. One thread executes them.
-
-    Args:
-        engine: Runs them.
-        blocks: The master's.
-    """
+    """The runs of a worker's engine, and the versions of its weights. One thread executes them."""
 
     def __init__(self, engine: Engine, blocks: AttachedBlocks) -> None:
         self.engine = engine

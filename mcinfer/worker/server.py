@@ -193,11 +193,7 @@ class WorkerLoop:
         self._connection.send(data)
 
     def handle(self, message: Message, runs: Runs | None = None) -> bool:
-        """Follow a message other than PREDICT; whether more may come.
-
-        Args:
-            message: The message.
-            runs: Of the calling thread, once the model is loaded.
+        """Follow a message other than PREDICT, with the calling thread's `runs`; whether more may come.
 
         Raises:
             ProtocolError: The message may not come now, or cannot be followed.
