@@ -106,7 +106,6 @@ class Loop:
         self._ended = WakeUp()
         self._readable = True  # whether there may be messages
         self._run_claims = [True]
-        self._abandoned = False
         self._thread: threading.Thread | None = None
 
     # Life, for any thread.
@@ -209,9 +208,8 @@ class Loop:
 
     def abandon(self) -> None:
         """Ask the loop to close everything, without waiting: for finalizers."""
-        self._abandoned = True
-        if not self.inbox.is_forked:
-            self.inbox.bell.set()
+        if self._thread is not None and not self.inbox.is_forked:
+            self.inbox.post(Question(partial(self._end, None)))
 
     @property
     def state(self) -> str:
@@ -302,8 +300,6 @@ class Loop:
         for fd, _ in ready:
             if fd == bell:
                 os.eventfd_read(bell)
-                if self._abandoned:
-                    self._end(None)
             else:
                 self._readable = True
                 if fd != self._transport.fd:
