@@ -248,13 +248,7 @@ class Connections:
         else:
             self.transport.send(gang.peers, encode(message))
 
-    def send_run(
-        self,
-        index: int,
-        members: Sequence[tuple[Request, int]],
-        *,
-        wide: bool = False,
-    ) -> None:
+    def send_run(self, index: int, members: Sequence[tuple[Request, int]], *, wide: bool) -> None:
         """Send shards as one run, after the blocks and the version of the weights that they need."""
         gang = self.processes.get(index)
         if gang is None or gang.killed:

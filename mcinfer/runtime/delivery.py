@@ -68,11 +68,6 @@ class Delivery:
         thread.start()
         self._thread = thread
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is this one: others' callbacks wait behind it."""
-        return threading.get_ident() == self.ident
-
     def put(self, call: Callable[[], object]) -> None:
         """Have a call made, after those before it. After the thread's end, it is made here."""
         if os.getpid() != self._pid:
@@ -125,8 +120,8 @@ class Delivery:
 
     def wait(self, seconds: float) -> None:
         """After `close`: wait for the thread's end, for at most so many seconds."""
-        if self._thread is None or self.is_current:
-            return
+        if self._thread is None or threading.get_ident() == self.ident:
+            return  # others' callbacks wait behind it
         if becomes_readable(self._ended.fd, seconds):
             self._thread.join(seconds)
 

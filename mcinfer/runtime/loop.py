@@ -346,7 +346,6 @@ class Loop:
             last.callback(self._connections.close)
 
     def _refuse_all(self) -> None:
-        """Answer all callers that still wait."""
         self.admission.refuse_all()
         self.supervision.refuse_all()
         self.inbox.gone = True
@@ -448,9 +447,7 @@ class Loop:
             The run's failure, if this process has no memory for the outputs.
         """
         w = self._scheduler.workers[index]
-        run = w.runs[0] if w.runs else None
-        if run is None or run.members[0] != (number, shard):
-            run = w.find_begun(number, shard)
+        run = w.find_begun(number, shard)
         if run is None:
             return None  # the scheduler will say what is wrong with it
         blocks = self._connections.processes[index].blocks

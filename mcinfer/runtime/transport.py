@@ -188,7 +188,6 @@ class WorkerTransport:
         return self._socket.recv(_DONT_WAIT)
 
     def may_receive(self) -> bool:
-        """Whether `receive` would give a message."""
         return bool(int(self._socket.getsockopt(_EVENTS)) & _READABLE)
 
     def close(self) -> None:

@@ -245,7 +245,6 @@ class Gang:
         return self.ranks[0].pid
 
     def note_peers(self) -> None:
-        """A rank has said HELLO."""
         known = [process.peer for process in self.ranks if process.peer is not None]
         self.peers = known if len(known) == len(self.ranks) else []
 
@@ -280,7 +279,6 @@ class Gang:
         return self._joined([said.popleft() for said in self._said]) if all(self._said) else None
 
     def _joined(self, messages: Sequence[Message]) -> Message | None:
-        """What the ranks say together."""
         first = messages[0]
         errors = [message for message in messages if isinstance(message, Error)]
         about = [(m.request, m.shard) if isinstance(m, Error | Reply) else None for m in messages]
@@ -309,7 +307,6 @@ class Gang:
         return first
 
     def _name(self, rank: int) -> str:
-        """A rank in words."""
         process = self.ranks[rank]
         return f"rank {rank} ({process.label[1]}, pid {process.pid})"
 

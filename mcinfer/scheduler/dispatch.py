@@ -186,7 +186,6 @@ class RequestTable:
                 self.cancelled += 1
 
     def give_up(self) -> None:
-        """Count all open requests as failed, at the end."""
         self.failed += self.in_flight
         self.in_flight = self.in_flight_bytes = self.not_begun = 0
 

@@ -513,7 +513,6 @@ class Scheduler:
             self._fail(entry, w.death_error(f"{text}: {'; '.join(stories)}"), now)
 
     def _handle_deadline(self, entry: Entry, now: float) -> None:
-        """Its time is over."""
         places = {
             shard: f"{'ran on' if run in w.begun() else 'waited at'} {w.name}"
             for w, run in self._dispatch.runs_for(entry)

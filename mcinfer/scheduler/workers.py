@@ -352,7 +352,6 @@ class Lifecycle:
         )
 
     def statistics(self) -> tuple[WorkerStatistics, ...]:
-        """A snapshot of every worker."""
         return tuple(
             WorkerStatistics(
                 index=w.index,
