@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
@@ -313,20 +313,18 @@ class PrivateFolder:
 
     Args:
         first: A place to try before the temporary folders.
+        named_by: The variables that can name a place, for the error.
 
     Attributes:
         place: The folder that it is in.
         path: Its own path, for processes that cannot have it by its descriptor.
         opened: Its path by its descriptor, for this process.
-        named_by: The variables that can name a place.
 
     Raises:
         OSError: No place can be used; the text says for each place why.
     """
 
-    named_by: ClassVar[str] = "TMPDIR"
-
-    def __init__(self, first: str | None = None) -> None:
+    def __init__(self, first: str | None = None, *, named_by: str = "TMPDIR") -> None:
         faults: list[str] = []
         failure = OSError()
         for place in temporary_places(first):
@@ -344,7 +342,7 @@ class PrivateFolder:
                 return
         raise OSError(
             failure.errno,
-            f"no place for a private folder: {'; '.join(faults)}; {self.named_by} can name one",
+            f"no place for a private folder: {'; '.join(faults)}; {named_by} can name one",
         )
 
     def close(self) -> None:

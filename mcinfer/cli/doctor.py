@@ -371,9 +371,9 @@ def look_at_memory() -> Iterator[Finding]:
 
 def look_at_runtime_folder() -> Iterator[Finding]:
     """The folder of a pool's socket; ``$XDG_RUNTIME_DIR`` is the first choice."""
-    from mcinfer.runtime.transport import RuntimeFolder
+    from mcinfer.runtime.transport import runtime_folder
 
-    with RuntimeFolder() as folder:
+    with runtime_folder() as folder:
         found, advice = str(folder.place), ""
     wanted = os.environ.get("XDG_RUNTIME_DIR")
     if wanted and Path(found) != Path(wanted):

@@ -19,6 +19,7 @@ holds the handle can connect, and a descriptor must be free for a worker before 
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import zmq
 
@@ -45,34 +46,21 @@ class UnreachableError(OSError):
     """A worker is gone, or does not accept messages: it must be killed."""
 
 
-class RuntimeFolder(PrivateFolder):
+def runtime_folder() -> PrivateFolder:
     """A private folder, in ``$XDG_RUNTIME_DIR`` if that can be used."""
+    return PrivateFolder(os.environ.get("XDG_RUNTIME_DIR"), named_by="XDG_RUNTIME_DIR or TMPDIR")
 
-    named_by = "XDG_RUNTIME_DIR or TMPDIR"
 
-    def __init__(self) -> None:
-        super().__init__(os.environ.get("XDG_RUNTIME_DIR"))
-
-    def listen(self) -> tuple[socket.socket, int]:
-        """A listening socket, whose path is removed at once, and the handle by which to connect.
-
-        The caller owns both.
-
-        Raises:
-            OSError: The system has no descriptor left.
-        """
-        path = self.opened / "s"
+def _listen() -> tuple[socket.socket, int]:
+    """A listening socket, and the handle by which to connect; the caller owns both."""
+    with runtime_folder() as folder, ExitStack() as opened:
+        path = folder.opened / "s"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(str(path))
-            try:
-                listener.listen(_MAX_WAITING)
-                handle = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-            finally:
-                path.unlink()
-        except OSError:
-            listener.close()
-            raise
+        opened.callback(listener.close)
+        listener.bind(str(path))
+        listener.listen(_MAX_WAITING)
+        handle = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened.pop_all()
         return listener, handle
 
 
@@ -90,8 +78,7 @@ class MasterTransport:
     """
 
     def __init__(self) -> None:
-        with RuntimeFolder() as folder:
-            listener, self.handle = folder.listen()
+        listener, self.handle = _listen()
         self._context = zmq.Context()
         try:
             self._socket = self._context.socket(zmq.ROUTER)
