@@ -276,10 +276,8 @@ class Loop:
         scheduler, now = self._scheduler, monotonic()
         if now >= scheduler.due:
             scheduler.handle_time(now)
-        if now >= self.supervision.memory_due:
-            self.supervision.look_at_memory(now)
-        if now >= self.supervision.trim_due:
-            self.supervision.trim(now)
+        if now >= self.supervision.look_due:
+            self.supervision.look(now)
         if now >= admission.due or now >= places.due:
             admission.look(now)
         if places.waiting:
@@ -291,8 +289,7 @@ class Loop:
             self.inbox.asleep = False
             self._readable = True
             return
-        supervised = min(self.supervision.memory_due, self.supervision.trim_due)
-        due = min(scheduler.due, supervised, admission.due, places.due)
+        due = min(scheduler.due, self.supervision.look_due, admission.due, places.due)
         wait = due - monotonic()
         ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
         self.inbox.asleep = False

@@ -44,7 +44,7 @@ from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.statistics import Health, WorkerStatistics
 
-_MEMORY_INTERVAL = 1.0  # seconds between two checks of workers' memory
+_LOOK_INTERVAL = 1.0  # seconds between two looks at workers' memory
 _HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
 _MAX_NOTES = 100  # different notes that are logged
 
@@ -136,8 +136,7 @@ class Supervision:
         failure: Why the pool could not be started, or has failed.
         serving: How many workers take requests.
         at_once: How many runs these execute at once.
-        memory_due: When to look at workers' memory.
-        trim_due: When to look for blocks that workers have made and need not keep.
+        look_due: When to look at workers' memory, and at the blocks that they have made.
     """
 
     def __init__(
@@ -154,8 +153,8 @@ class Supervision:
         self.failure: McinferError | None = None
         self.serving = 0
         self.at_once = 0
-        self.memory_due = math.inf if rules.restart.max_memory_bytes is None else 0.0
-        self.trim_due = math.inf
+        self._limits_growth = rules.restart.max_memory_bytes is not None
+        self.look_due = 0.0 if self._limits_growth else math.inf
         self._connections = connections
         connections.lost = self._note_lost
         self._inbox = inbox
@@ -354,23 +353,22 @@ class Supervision:
     def note_lent(self, blocks: LentBlocks, now: float) -> None:
         """A worker has lent a block: the end of its last view sends no event."""
         if blocks.size > MOST_BYTES:
-            self.trim_due = min(self.trim_due, now + _MEMORY_INTERVAL)
+            self.look_due = min(self.look_due, now + _LOOK_INTERVAL)
 
-    def trim(self, now: float) -> None:
-        """Have workers close blocks that they need not keep, also where they get no more runs."""
-        self.trim_due = math.inf
+    def look(self, now: float) -> None:
+        """Have workers close blocks that they need not keep, also where they get no more runs.
+
+        And report how much memory each has, where the policy limits it.
+        """
+        self.look_due = now + _LOOK_INTERVAL if self._limits_growth else math.inf
         for worker, process in [*self._connections.processes.items()]:
+            if self._limits_growth:
+                with suppress(OSError):
+                    self.scheduler.handle_own_memory(now, worker, process.own_bytes())
             if not self.scheduler.is_exiting(worker):
                 for number in process.blocks.trim():
                     self._connections.send(worker, Detach(block=number))
                 self.note_lent(process.blocks, now)
-
-    def look_at_memory(self, now: float) -> None:
-        """Report how much memory each worker has, where the policy limits it."""
-        self.memory_due = now + _MEMORY_INTERVAL
-        for index, process in [*self._connections.processes.items()]:
-            with suppress(OSError):
-                self.scheduler.handle_own_memory(now, index, process.own_bytes())
 
     # What workers say of themselves.
 
