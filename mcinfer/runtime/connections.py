@@ -151,11 +151,18 @@ class Connections:
 
     def reap(self, index: int) -> tuple[str, set[int]]:
         """After the end of a worker's processes: free what belongs to them; see `Gang.reap`."""
-        gang = self.processes.pop(index)
+        self._hear_no_more(self.processes[index])
+        return self.processes.pop(index).reap()
+
+    def outlaw(self, index: int) -> None:
+        """End a worker, and read none of its messages any more."""
+        self._hear_no_more(self.processes[index])
+        self.kill(index)
+
+    def _hear_no_more(self, gang: Gang) -> None:
         for process in gang.ranks:
             if process.peer is not None:
                 self.peers.pop(process.peer, None)
-        return gang.reap()
 
     def kill(self, index: int) -> None:
         if index in self.processes:
@@ -178,14 +185,12 @@ class Connections:
         """The worker that sent this, and its message; an error in the place of a malformed message.
 
         A peer that shows a token is that worker, or that rank of it, from then on. Messages of others, and of
-        workers that broke the protocol, have no worker. There is no message yet if only some of a worker's
+        workers that were outlawed, have no worker. There is no message yet if only some of a worker's
         ranks have sent it.
         """
         gang, rank = self.peers.get(peer, (None, 0))
         if gang is None and len(data) > MAX_HELLO_BYTES:
             return None, ProtocolError(f"{len(data)} bytes of a stranger")
-        if gang is not None and gang.outlawed:
-            return None, ProtocolError("more of a worker that broke the protocol")
         try:
             message = decode(data)
             gang, rank = (gang, rank) if gang is not None else self._greet(peer, message)

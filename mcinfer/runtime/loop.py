@@ -386,7 +386,7 @@ class Loop:
             peer, data = received
             if len(data) >= REPLY_HEAD.size and data[0] == REPLY and peer in peers:
                 gang = peers[peer][0]
-                if len(gang.ranks) == 1 and not gang.outlawed:
+                if len(gang.ranks) == 1:
                     _, *run = REPLY_HEAD.unpack_from(data)
                     self._take_reply(gang.index, data[REPLY_HEAD.size :], *run)
                     continue

@@ -336,13 +336,12 @@ class Supervision:
 
     def outlaw(self, worker: int, reason: str) -> None:
         """End a worker that broke the protocol or cannot be reached; its death is reported as any other."""
-        if self._connections.processes[worker].outlawed:
-            return
+        if self._connections.processes[worker].killed:
+            return  # it is ended already
         name = self.scheduler.workers[worker].name
         self._delivery.log(logging.ERROR, "%s %s; it is ended", name, reason)
         self.scheduler.handle_killed(worker, reason)
-        self._connections.processes[worker].outlawed = True
-        self._connections.kill(worker)
+        self._connections.outlaw(worker)
 
     def detach(self, number: int) -> None:
         """The arena has dropped a block: workers unmap it too."""

@@ -213,7 +213,6 @@ class Gang:
         attached: Numbers of the blocks that they were sent.
         blocks: Those that they make themselves.
         weights: Versions of the weights that they know.
-        outlawed: Whether it broke the protocol: its messages are not read any more.
         killed: Whether `kill` was called.
         running: How many of its processes have not ended.
     """
@@ -225,7 +224,6 @@ class Gang:
         self.attached: set[int] = set()
         self.blocks = LentBlocks(self._receive_block)
         self.weights: set[int] = set()
-        self.outlawed = False
         self.killed = False
         self.running = len(ranks)
         self._said: list[deque[Message]] = [deque() for _ in ranks]
