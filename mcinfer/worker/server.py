@@ -264,7 +264,9 @@ class WorkerLoop:
         twins = [engine.twin() for _ in range(1, engine.concurrent)]
         self._lanes = [Runs(each, self._blocks) for each in (engine, *twins)]
         self._cores = cores
-        self._connection = self._turns = Turns(self._connection, self._lifeline.fd)
+        if not isinstance(self._connection, Turns):  # as an inline worker's is
+            self._connection = Turns(self._connection, self._lifeline.fd)
+        self._turns = self._connection
         for lane in range(1, len(self._lanes)):
             self._turns.start(partial(self._serve_lane, lane))
 

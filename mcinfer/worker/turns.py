@@ -117,11 +117,6 @@ class Turns(WorkerTransport):
                 os.eventfd_read(self._bell)
             return self._transport.receive()
 
-    def may_receive(self) -> bool:
-        return (
-            self._transport.may_receive()
-        )  # an inline worker with several runs has one around another
-
     def _end(self) -> None:
         # Under the lock, so that the thread that has the turn does not silence the bell, and wait.
         with self._lock:
