@@ -37,7 +37,6 @@ IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
 
 _UNFOLLOWED = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _NAME = re.compile(r"mcinfer-[0-9a-f]{16}")
 _MAX_LINKS = 40  # as many as the kernel follows in one path (path_resolution(7))
 
@@ -141,8 +140,11 @@ def check_own(path: Path, make: int | None = None) -> None:
     No other user can change or replace it afterwards. `make` is the mode of what is missing, which is made.
     """
     with opened_folder(path, make=make) as folder:
-        if fault := access_fault(folder.stat()):
-            raise OthersError(f"it {fault}")
+        info = folder.stat()
+        if info.st_uid != os.geteuid():
+            raise OthersError(f"it belongs to user {info.st_uid}, expected {os.geteuid()}")
+        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OthersError(f"it is writable by others (mode {stat.S_IMODE(info.st_mode):04o})")
 
 
 @contextmanager
@@ -252,15 +254,6 @@ def _is_private(fd: int, gid: int) -> bool:
         and {*group.gr_mem} <= {user.pw_name}
         and all(one.pw_uid == user.pw_uid for one in pwd.getpwall() if one.pw_gid == gid)
     )
-
-
-def access_fault(info: os.stat_result) -> str | None:
-    """The reason why others could change a file or folder of this user's own; None if they cannot."""
-    if info.st_uid != os.geteuid():
-        return f"belongs to user {info.st_uid}, expected {os.geteuid()}"
-    if info.st_mode & _OTHERS_WRITE:
-        return f"is writable by others (mode {stat.S_IMODE(info.st_mode):04o})"
-    return None
 
 
 def temporary_places(*first: str | None) -> list[str]:
