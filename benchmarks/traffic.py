@@ -23,8 +23,7 @@ from books import COLUMNS, MAX_ROWS, SLACK, Books, Harm, Request, Sample
 from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import Master, PredictTimeoutError, QueueFullError
-from mcinfer.requests.request import Inputs
-from mcinfer.requests.tensors import Arrays
+from mcinfer.requests.tensors import Arrays, Inputs
 
 PATIENCE = 20.0
 """Seconds that a request has to which nothing is done."""

@@ -41,8 +41,8 @@ from mcinfer.errors import (
     requires,
     shortened,
 )
-from mcinfer.master import Master, SerializableModel
-from mcinfer.private import alone_in, opened_folder
+from mcinfer.master import Master
+from mcinfer.private import SerializableModel, alone_in, opened_folder
 from mcinfer.specs import TensorSpec
 
 with requires(

@@ -14,15 +14,13 @@ from contextvars import copy_context
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn, Protocol, Self, TypeVar, get_args, runtime_checkable
+from typing import Any, NoReturn, Self, TypeVar, get_args
 from weakref import finalize, ref
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from mcinfer.checks import check_count, check_seconds
+from mcinfer.checks import FLAG, SECONDS, check_count, check_seconds, choice
 from mcinfer.config import (
     Device,
     EngineOptions,
@@ -46,14 +44,14 @@ from mcinfer.errors import (
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
-from mcinfer.private import IN_MEMORY, ModelInMemory, fill_streams
+from mcinfer.private import SerializableModel, fill_streams, model_file
 from mcinfer.protocol import Build, TensorFields, encode
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import HostPlace, Place, Planner
-from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, OutcomeFuture
+from mcinfer.requests.request import NO_WEIGHTS, Call, OutcomeFuture
 from mcinfer.requests.splitting import Verify
-from mcinfer.requests.tensors import Arrays
-from mcinfer.requests.waiting_threads import WaitingThreads
+from mcinfer.requests.tensors import Arrays, Inputs
+from mcinfer.requests.waiting_threads import LATE_SECONDS, WaitingThreads
 from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.workers import PoolRules
@@ -66,14 +64,6 @@ _log = logging.getLogger("mcinfer.master")
 _NO_AXES = (None, None)
 
 _T = TypeVar("_T")
-
-
-@runtime_checkable
-class SerializableModel(Protocol):
-    """A model with a method `SerializeToString`, such as `onnx.ModelProto`."""
-
-    def SerializeToString(self) -> bytes:  # noqa: N802 as protocol buffers name it
-        """The bytes of the model's file."""
 
 
 class Master:
@@ -161,10 +151,7 @@ class Master:
                 )
         if trace is not None and not callable(trace):
             raise InvalidInputError(f"trace: got {type(trace).__name__}, expected a function")
-        ways: tuple[str, ...] = get_args(Verify)
-        if not isinstance(verify, str) or verify not in ways:
-            expected = " or ".join(map(repr, ways))
-            raise InvalidInputError(f"verify: got {verify!r}, expected {expected}")
+        choice(*get_args(Verify)).kept("verify", verify)
         check_count("max_batch_size", max_batch_size, 1)
         check_seconds("max_delay", max_delay)
         self._said = SaidAxes.of(batch_axes, output_axes)
@@ -198,7 +185,7 @@ class Master:
         )
         try:
             fill_streams()
-            self._path, self._in_memory = _model_file(model)
+            self._path, self._in_memory = model_file(model)
             self._loop = Loop(
                 _builds(self._plan, self._path, engine, options),
                 rules,
@@ -273,9 +260,9 @@ class Master:
                 ragged=built.ragged,
             )
             self._learner = Learner(
-                model,
-                self._planner,
-                self._waiting,
+                model=model,
+                planner=self._planner,
+                threads=self._waiting,
                 said=self._said,
                 verify=self._verify,
                 engine=self._engine,
@@ -306,8 +293,7 @@ class Master:
         """
         if timeout is not None:
             check_seconds("timeout", timeout)
-        if not isinstance(drain, bool):
-            raise InvalidInputError(f"drain: got {drain!r}, expected True or False")
+        FLAG.kept("drain", drain)
         if self._loop.inbox.is_forked:
             return  # what there is to close is another process's, and so are the threads that hold locks
         try:
@@ -375,13 +361,9 @@ class Master:
     def _patience(self, call: str, timeout: float | None, workers: int) -> float:
         """The time limit, in seconds, of a call that waits for workers to be ready."""
         if not self._loop.inbox.may_wait():
-            raise McinferError(
-                f"{call}() was called in a future's callback, which runs in the thread that it waits for"
-            )
-        if timeout is None:
-            return self._timeouts.start * workers
-        check_seconds("timeout", timeout)
-        return timeout
+            raise _in_callback(call)
+        usual = self._timeouts.start * workers
+        return usual if timeout is None else SECONDS.kept("timeout", timeout)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -605,7 +587,7 @@ class Master:
         future: OutcomeFuture[Arrays] | None = None
         try:
             if not call.split_state.splits and self._learner.may_look(call):
-                return await self._in_thread(call, partial(self._answer, call))
+                return await self._answer_in_thread(call, partial(self._answer, call))
             try:
                 future = self._learner.submit(call, wait=False)
             except QueueFullError:
@@ -613,13 +595,16 @@ class Master:
                     raise
                 # Waiting for room would stop the event loop; and not with memory in hand.
                 call.inputs = self._planner.copies(inputs)
-                submit = partial(self._learner.submit, call)
-                future = await self._waiting.wait_for_room(submit, call.start + call.timeout)
+                future = await self._waiting.answer(
+                    partial(self._learner.submit, call),
+                    call.start + call.timeout,
+                    QueueFullError("the queue or the memory was full until the time was over"),
+                )
             return await future.answer()
         except PredictError as exc:
-            if not self._learner.may_rescue(call):
+            if not call.may_be_rescued:
                 raise
-            answer = await self._in_thread(call, partial(self._learner.rescue, call, exc))
+            answer = await self._answer_in_thread(call, partial(self._learner.rescue, call, exc))
             if answer is None:
                 raise
             return answer
@@ -627,16 +612,29 @@ class Master:
             call.weights = NO_WEIGHTS
             future = None  # as in `predict`
 
-    async def _in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:
+    async def _answer_in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:
         """Answer a call in a thread, by copies of its inputs; cancelling the task cancels the call."""
         if not call.rows:  # else it has run in pieces, and has copies
-            call.inputs = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
+            call.inputs = self._planner.host_copies(call)
         ends: list[Callable[[], object]] = []
-        call.offer = ends.append
+        is_over = False
+
+        def offer(end: Callable[[], object]) -> None:
+            ends.append(end)
+            if is_over:  # read after the append, and set before `ends` is read: one of both ends it
+                end()
+
+        call.offer = offer
         try:
-            return await self._waiting.answer(answer, call.start + call.timeout)
+            return await self._waiting.answer(
+                answer,
+                call.start + call.timeout + LATE_SECONDS,
+                PredictTimeoutError(
+                    "no answer in time: the thread that compares answers is held up"
+                ),
+            )
         except BaseException:
-            call.cancelled = True  # before it looks: the thread first offers, and then reads this
+            is_over = True
             for end in ends:
                 end()
             raise
@@ -698,9 +696,7 @@ class Master:
             PredictTimeoutError: The time-out passed before every worker had run the example.
             McinferError: As `predict`.
         """
-        if timeout is None:
-            timeout = self._timeouts.predict
-        check_seconds("timeout", timeout)
+        timeout = self._timeouts.predict if timeout is None else SECONDS.kept("timeout", timeout)
         end = monotonic() + timeout
         before = {w.index: w.runs for w in self.statistics().workers}
         while True:
@@ -774,10 +770,8 @@ class Master:
             ClosedError: The master is not started, or closed.
         """
         self._ready()
-        if timeout is not None:
-            check_seconds("timeout", timeout)
+        seconds = self._timeouts.predict if timeout is None else SECONDS.kept("timeout", timeout)
         waits = self._limits.when_full == "wait" and self._loop.inbox.may_wait()
-        seconds = self._timeouts.predict if timeout is None else timeout
         return self._planner.weights.update(weights, seconds if waits else 0.0)
 
     def statistics(self) -> Statistics:
@@ -822,14 +816,8 @@ class Master:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
         self._ready(for_request=True)
         if waiting and not self._loop.inbox.may_wait():
-            raise McinferError(
-                f"{waiting}() was called in a future's callback, which runs in the thread that the answer "
-                "needs: use submit() there"
-            )
-        if timeout is None:
-            timeout = self._timeouts.predict
-        else:
-            check_seconds("timeout", timeout)
+            raise _in_callback(waiting)
+        timeout = self._timeouts.predict if timeout is None else SECONDS.kept("timeout", timeout)
         start = monotonic()
         joins = pieces == 1 and self._max_rows > 1
         if pieces is None:
@@ -890,6 +878,13 @@ class Master:
                 raise InvalidInputError(f"outputs: got {name!r}, expected some of {names}")
 
 
+def _in_callback(call: str) -> McinferError:
+    return McinferError(
+        f"{call}() was called in a future's callback, which runs in the thread that it waits for; submit() "
+        "may be called there"
+    )
+
+
 def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Arrays]:
     """The results of futures in order, with at most `ahead` of them in flight."""
     taken: deque[Future[Arrays]] = deque()
@@ -902,32 +897,6 @@ def _in_order(futures: "Iterator[Future[Arrays]]", ahead: int) -> Iterator[Array
     finally:
         for future in taken:
             future.cancel()
-
-
-def _model_file(
-    model: "str | os.PathLike[str] | bytes | SerializableModel",
-) -> tuple[str, ModelInMemory | None]:
-    """The path of a model, and the file in memory of one that is given as it is."""
-    if isinstance(model, (str, os.PathLike)):
-        try:
-            return str(Path(model).absolute()), None
-        except OSError as exc:
-            raise InvalidInputError(
-                f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
-            ) from exc
-    if isinstance(model, (bytes, bytearray, memoryview)):
-        content = bytes(model)
-    elif isinstance(model, SerializableModel):
-        content = model.SerializeToString()
-    else:
-        raise InvalidInputError(
-            f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
-        )
-    try:
-        file = ModelInMemory(content)
-    except OSError as exc:  # no descriptor, or no memory, is left
-        raise BuildError(f"{IN_MEMORY} cannot be kept: {exc}") from exc
-    return file.path, file
 
 
 def _builds(plan: PoolPlan, model: str, engine: str, options: EngineOptions) -> list[list[Build]]:

@@ -12,8 +12,7 @@ from mcinfer.checks import check_count
 from mcinfer.config import EngineOptions, Timeouts
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.master import Master
-from mcinfer.requests.request import Inputs
-from mcinfer.requests.tensors import Arrays
+from mcinfer.requests.tensors import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.specs import TensorSpec
 from mcinfer.statistics import Statistics

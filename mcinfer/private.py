@@ -7,7 +7,7 @@
     opened_place(path)       where a file or a folder is to be written: no link of another user leads there
     PrivateFolder()          a new folder of this process's, where no other user can replace it
     take_lock(path)          a locked file, which is still the one at that path
-    ModelInMemory(content)   no folder at all: a sealed memfd that children inherit
+    ModelInMemory(content)   no folder at all: a sealed memfd that children inherit (`model_file`)
     new_memory(name, size)   a memfd, which is never a standard stream (`fill_streams`)
     Descriptor(fd)           an open descriptor, which is closed with this object
 
@@ -31,7 +31,9 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
+
+from mcinfer.errors import BuildError, InvalidInputError
 
 IN_MEMORY = "the model given as bytes"
 """What messages call a model that has no path."""
@@ -444,6 +446,14 @@ def _end(pid: int, made: ExitStack) -> None:
         made.close()
 
 
+@runtime_checkable
+class SerializableModel(Protocol):
+    """A model with a method `SerializeToString`, such as `onnx.ModelProto`."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 as protocol buffers name it
+        """The bytes of the model's file."""
+
+
 class ModelInMemory:
     """A model's file in no folder: a memfd, sealed when it is written, which ends with its last user.
 
@@ -465,6 +475,32 @@ class ModelInMemory:
             file.writelines(parts)
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+
+
+def model_file(
+    model: "str | os.PathLike[str] | bytes | SerializableModel",
+) -> tuple[str, ModelInMemory | None]:
+    """The path of a model, and the file in memory of one that is given as it is."""
+    if isinstance(model, (str, os.PathLike)):
+        try:
+            return str(Path(model).absolute()), None
+        except OSError as exc:
+            raise InvalidInputError(
+                f"model: got {os.fspath(model)!r}, expected an absolute path: the working folder is gone"
+            ) from exc
+    if isinstance(model, (bytes, bytearray, memoryview)):
+        content = bytes(model)
+    elif isinstance(model, SerializableModel):
+        content = model.SerializeToString()
+    else:
+        raise InvalidInputError(
+            f"model: got {type(model).__name__}, expected a path, bytes or an onnx.ModelProto"
+        )
+    try:
+        file = ModelInMemory(content)
+    except OSError as exc:  # no descriptor, or no memory, is left
+        raise BuildError(f"{IN_MEMORY} cannot be kept: {exc}") from exc
+    return file.path, file
 
 
 def inherited(path: str) -> tuple[int, ...]:

@@ -35,9 +35,9 @@ from numpy.typing import ArrayLike, NDArray
 from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices, share_cores
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError, requires
 from mcinfer.machine import usable_cpus, whole_cpus
-from mcinfer.master import Master, SerializableModel
-from mcinfer.requests.request import Inputs
-from mcinfer.requests.tensors import Arrays
+from mcinfer.master import Master
+from mcinfer.private import SerializableModel
+from mcinfer.requests.tensors import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.statistics import Health, Statistics
 

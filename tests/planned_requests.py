@@ -13,8 +13,9 @@ from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
 from mcinfer.requests.frames import IdleFrames, Lease
 from mcinfer.requests.lent_blocks import LentBlocks
 from mcinfer.requests.planner import Allocate, HostPlace, Inbox, Planner
-from mcinfer.requests.request import NO_WEIGHTS, Call, Inputs, Request
+from mcinfer.requests.request import NO_WEIGHTS, Call, Request
 from mcinfer.requests.splitting import SplitState, Splitter
+from mcinfer.requests.tensors import Inputs
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import Axes, SaidAxes
 from mcinfer.shm.arena import Arena

@@ -577,16 +577,14 @@ def test_outputs_with_some_nan_decide_by_their_numbers() -> None:
 def learner() -> Learner:
     """One that makes no request."""
     return Learner(
-        DECLARED,
-        cast("Planner", None),
-        WaitingThreads(),
+        model=DECLARED,
+        planner=cast("Planner", None),
+        threads=WaitingThreads(),
         said=SaidAxes(),
         engine="fake",
         identity="",
         joins=False,
         verify="first",
-        whole="",
-        ragged="",
     )
 
 

@@ -16,6 +16,7 @@ from mcinfer.requests.waiting_threads import WaitingThreads
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
+LATE = PredictTimeoutError("the thread is held up")
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_neither_a_task_nor_the_end_waits_for_a_thread_that_is_held_up(
 ) -> None:
     go = threading.Event()
     with pytest.raises(PredictTimeoutError, match="held up"):
-        asyncio.run(threads.answer(go.wait, monotonic()))
+        asyncio.run(threads.answer(go.wait, monotonic(), LATE))
     held = WaitingThreads()
     blocked = held.submit(go.wait)
     held.close(wait=True)
@@ -48,8 +49,8 @@ def test_neither_a_task_nor_the_end_waits_for_a_thread_that_is_held_up(
     go.set()
     assert blocked.result(PATIENCE)
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(threads.answer(lambda: 1 // 0, math.inf))
-    assert asyncio.run(threads.answer(lambda: 5, monotonic() + PATIENCE)) == 5
+        asyncio.run(threads.answer(lambda: 1 // 0, math.inf, LATE))
+    assert asyncio.run(threads.answer(lambda: 5, monotonic() + PATIENCE, LATE)) == 5
 
 
 def test_threads_end_with_their_calls_and_hold_nothing(threads: WaitingThreads) -> None:

@@ -10,14 +10,11 @@
 What is known, and what a comparison shows, is in `mcinfer.requests.splitting`; here are the calls.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any
-
-import numpy as np
 
 from mcinfer.errors import McinferError, PredictError
 from mcinfer.model_cache.split_records import SplitRecord
@@ -37,11 +34,13 @@ _LOOK_FACTOR = 10.0
 """Each further run of a look has so many seconds, and so many times what the first took."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Learner:
     """How the batch of one model is split, learned from its calls. Any thread may call it.
 
-    Args:
-        model: Its inputs and outputs.
+    Raises `InvalidInputError` if the model has no such input, output or axis as the user says.
+
+    Attributes:
         planner: Makes and answers requests.
         threads: Where looks run that no caller waits for.
         said: The axes that the user says for all calls.
@@ -49,40 +48,24 @@ class Learner:
         identity: Of the model; empty if it cannot be identified.
         joins: Whether requests may be joined.
         verify: See `Splitter`, as for `whole` and `ragged`.
-
-    Attributes:
         splitter: Of all calls that say no axes.
-
-    Raises:
-        InvalidInputError: The model has no such input, output or axis as the user says.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        planner: Planner,
-        threads: WaitingThreads,
-        *,
-        said: SaidAxes,
-        engine: str,
-        identity: str,
-        joins: bool,
-        verify: Verify,
-        whole: str,
-        ragged: str,
-    ) -> None:
-        self._model = model
-        self._planner = planner
-        self._threads = threads
-        self._said = said
-        self._engine = engine
-        self._identity = "" if verify == "never" else identity
-        self._joins = joins
-        self._verify: Verify = verify
-        self._whole = whole
-        self._ragged = ragged
-        self._splitters: dict[tuple[bool, str], Splitter] = {}
-        self.splitter = self._new_splitter(said)
+    model: ModelSpec
+    planner: Planner
+    threads: WaitingThreads
+    said: SaidAxes
+    engine: str
+    identity: str
+    joins: bool
+    verify: Verify
+    whole: str = ""
+    ragged: str = ""
+    splitter: Splitter = field(init=False)
+    _splitters: dict[tuple[bool, str], Splitter] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.splitter = self._new_splitter(self.said)
 
     def splitter_for(
         self, batch_axes: Axes | None, output_axes: Axes | None, updated: bool
@@ -100,8 +83,8 @@ class Learner:
         splitter = self._splitters.get((updated, text))
         if splitter is None:
             said = SaidAxes(
-                inputs={**self._said.inputs, **call.inputs},
-                outputs={**self._said.outputs, **call.outputs},
+                inputs={**self.said.inputs, **call.inputs},
+                outputs={**self.said.outputs, **call.outputs},
             )
             before = self.splitter if says_nothing else self._splitters.get((False, text))
             splitter = self._new_splitter(said, updated, before.withdrawn if before else "")
@@ -115,17 +98,18 @@ class Learner:
     def _new_splitter(
         self, said: SaidAxes, updated: bool = False, whole: str = "", *, anew: bool = False
     ) -> Splitter:
-        about = {"engine": self._engine, "inputs": dict(said.inputs), "outputs": dict(said.outputs)}
-        said.check(self._model)
-        record = SplitRecord("" if updated else self._identity, about)
+        said.check(self.model)
+        about = {"engine": self.engine, "inputs": dict(said.inputs), "outputs": dict(said.outputs)}
+        is_recorded = self.verify != "never" and not updated
+        record = SplitRecord(self.identity if is_recorded else "", about)
         return Splitter(
-            self._model,
+            self.model,
             said,
-            verify=self._verify,
-            whole=whole or self._whole,
-            ragged=self._ragged,
+            verify=self.verify,
+            whole=whole or self.whole,
+            ragged=self.ragged,
             updated=updated,
-            recorded=None if anew else record.read(self._model),
+            recorded=None if anew else record.read(self.model),
             record=record.write,
         )
 
@@ -138,19 +122,17 @@ class Learner:
             CancelledError: What `call.offer` got was called.
             McinferError: As `Master.predict`.
         """
-        if self.may_look(call):
-            arrays = self._planner.host_arrays(call.inputs, call.timeout)
-            if (answer := self._look(call, arrays)) is not None:
-                return answer
+        if self.may_look(call) and (answer := self._look(call)) is not None:
+            return answer
         if call.pieces > 1 or call.joins:
             call.splitter.warn_if_whole()
         return None
 
     def may_look(self, call: Call) -> bool:
         """Whether `try_answer` may answer this call, which takes several runs."""
-        if call.split_state.settled or call.splitter.busy or not (call.pieces > 1 or self._joins):
+        if call.split_state.settled or call.splitter.busy or not (call.pieces > 1 or self.joins):
             return False
-        call.inputs = arrays = self._planner.arrays(call.inputs)
+        call.inputs = arrays = self.planner.arrays(call.inputs)
         return all(0 not in array.shape for array in arrays)
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
@@ -158,33 +140,32 @@ class Learner:
         if not call.split_state.splits and call.joins:
             call.splitter.warn_if_whole()
             if call.outputs_on is None and self.may_look(call):
-                self._look_beside(call)
-        return self._planner.submit(call, wait=wait)
+                copies = self.planner.host_copies(call)
+                beside = replace(call, inputs=copies, joins=False, context=None)
+                with suppress(PredictError):  # no thread can be had: another call is looked at
+                    self.threads.submit(partial(self._look, beside))
+        return self.planner.submit(call, wait=wait)
 
     def rescue(self, call: Call, failure: PredictError) -> Arrays | None:
         """Answer a call whose pieces failed by a whole run, and split no more; None if that fails, too."""
-        if not self.may_rescue(call):
+        if not call.may_be_rescued:
             return None
-        run = _Runs(self._planner, call, limited=False, context=None)  # its trace was announced
+        run = _Runs(self.planner, call, limited=False, context=None)  # its trace was announced
         try:
-            answer = run(self._planner.host_arrays(call.inputs, call.timeout))
+            answer = run(run.arrays)
         except McinferError:
             return None
         call.splitter.withdraw(f"the pieces of a batch fail where the whole runs ({failure})")
         return self._as_asked(call, answer)
-
-    def may_rescue(self, call: Call) -> bool:
-        """Whether a call that failed was split, and may run whole."""
-        return call.split_state.rescues and len(call.rows) > 1
 
     def relearn(self, call: Call) -> Split:
         """Learn from a call alone, and forget what was known; see `Master.learn`."""
         before = call.splitter
         if before.is_decided:
             return before.state.split
-        arrays = self._planner.host_arrays(call.inputs, call.timeout)
+        run = _Runs(self.planner, call)
         splitter = self._new_splitter(before.said, before.updated, anew=True)
-        splitter.learn(arrays, _Runs(self._planner, call), before)
+        splitter.learn(run.arrays, run, before)
         for key, other in [*self._splitters.items()]:
             if other is before:
                 self._splitters[key] = splitter
@@ -192,42 +173,33 @@ class Learner:
             self.splitter = splitter
         return splitter.state.split
 
-    def _look_beside(self, call: Call) -> None:
-        """Look at a call that is answered by itself."""
-        arrays = [*map(np.array, self._planner.host_arrays(call.inputs, call.timeout))]
-        beside = replace(call, joins=False, context=None)
-        with suppress(PredictError):  # no thread can be had: another call is looked at
-            self._threads.submit(partial(self._look, beside, arrays))
-
-    def _look(self, call: Call, arrays: Batch) -> Arrays | None:
+    def _look(self, call: Call) -> Arrays | None:
         """Answer a call by a whole run, and look at it; None if another call is looked at."""
-        run = _Runs(self._planner, call)
-        answer = call.splitter.look(arrays, run, run.in_pieces)
+        run = _Runs(self.planner, call)
+        answer = call.splitter.look(run.arrays, run, run.in_pieces)
         return None if answer is None else self._as_asked(call, answer)
 
     def _as_asked(self, call: Call, answer: Arrays) -> Arrays:
         """The outputs that a call wants, where it wants them."""
-        if call.outputs is not None:
-            answer = {name: answer[name] for name in call.outputs}
+        names = [*answer] if call.outputs is None else call.outputs
         if call.outputs_on is not None:
-            specs = {spec.name: spec for spec in self._model.outputs}
-            wanted = [specs[name] for name in answer]
+            wanted = [spec for spec in self.model.outputs if spec.name in names]
             answer = call.outputs_on.upload(wanted, answer, call.timeout)
-        return answer
+        return {name: answer[name] for name in names}
 
 
 class _Runs:
-    """Runs requests whole, one after another, for one look at `call`.
+    """Runs requests whole, one after another, for one look at `call`, whose inputs are `arrays`.
 
     The first run is the answer to `call` and has its time; its duration limits the others, which are not
     traced. Where the call is cancelled, the run that goes on ends with `CancelledError`, and so do all later.
     """
 
     def __init__(self, planner: Planner, call: Call, **changes: Any) -> None:
+        self.arrays = planner.host_arrays(call)
         self._planner = planner
-        self._caller = call
         # All rows alike, with all outputs, on the host.
-        whole = replace(call, outputs=None, outputs_on=None, keeps=False, offer=self._offer)
+        whole = replace(call, outputs=None, outputs_on=None, keeps=False)
         self._call = replace(whole, **changes)
         self._seconds: float | None = None
 
@@ -249,9 +221,3 @@ class _Runs:
         return self._planner.answer_call(
             replace(self._call, split_state=state, pieces=pieces, limited=False)
         )
-
-    def _offer(self, end: Callable[[], object]) -> None:
-        if self._caller.offer is not None:
-            self._caller.offer(end)
-        if self._caller.cancelled:
-            end()

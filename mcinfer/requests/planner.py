@@ -45,11 +45,12 @@ from mcinfer.requests.frames import (
     Ticket,
     is_leased,
 )
-from mcinfer.requests.request import Call, Inputs, OutcomeFuture, Owner, Request
+from mcinfer.requests.request import Call, OutcomeFuture, Owner, Request
 from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import (
     Arrays,
     Copier,
+    Inputs,
     Layout,
     as_input,
     copy_in,
@@ -92,68 +93,36 @@ _LARGE_BYTES = 1 << 20  # copies from here on may use several threads
 class Place(Protocol):
     """The memory of a device, for inputs that lie there and outputs that stay there; any thread may call it.
 
-    An input that lies there has the `shape` and `nbytes` of an array, its place as `base`, and `on_host`,
-    which gives a copy as a NumPy array.
-
-    Attributes:
-        arena: The memory, which the loop owns.
-        is_reached: Whether every worker can be given that memory; the loop says so.
+    `mcinfer.cards.tensors.CardMemory` says what its methods do. The arena, and whether every worker reaches
+    that memory, are the loop's. An input that lies there has the `shape` and `nbytes` of an array, its place
+    as `base`, and `on_host`, which gives a copy as a NumPy array.
     """
 
     arena: Arena
     is_reached: bool
 
-    def read(self, value: Any, spec: TensorSpec) -> Any:
-        """Take an input that lies there; raise `InvalidInputError` if it does not fit."""
-
-    def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> Any:
-        """An array of undefined content, in memory that workers use in place."""
-
+    def read(self, value: Any, spec: TensorSpec) -> Any: ...
+    def empty(self, spec: TensorSpec, shape: tuple[int, ...], timeout: float) -> Any: ...
     def bring(
         self, arrays: list[Any], plan: Plan, call: Call, timeout: float
-    ) -> tuple["dict[int, Spot]", Lease | None]:
-        """Where workers read inputs on devices, by their numbers, and memory for the outputs there.
-
-        The other inputs are in the host's memory then. Memory is waited for `timeout` seconds.
-        """
-
-    def request(self, *given: Any) -> Request:
-        """A request whose outputs are to lie there; the arguments are those of `Request`."""
-
-    def upload(self, specs: Sequence[TensorSpec], arrays: Arrays, timeout: float) -> Arrays:
-        """Copies of the host's arrays, by name."""
-
-    def statistics(self) -> CardStatistics:
-        """A snapshot, for the loop."""
-
-    def release(self) -> None:
-        """Give back what nothing uses, for the delivery thread, at the end."""
+    ) -> tuple["dict[int, Spot]", Lease | None]: ...
+    def request(self, *given: Any) -> Request: ...
+    def upload(self, specs: Sequence[TensorSpec], arrays: Arrays, timeout: float) -> Arrays: ...
+    def statistics(self) -> CardStatistics: ...
+    def release(self) -> None: ...
 
 
 class Inbox(Owner, Protocol):
-    """The part of the loop that requests need."""
+    """The part of `mcinfer.runtime.inbox.Inbox` that requests need; the last two methods are for places."""
 
-    def may_wait(self) -> bool:
-        """Whether the calling thread may wait for answers."""
-
-    def enter(self, request: Request, *, wait: bool) -> None:
-        """Queue a request."""
-
-    def await_answer(self, request: Request) -> None:
-        """Wait until a request is settled."""
-
-    def place(self, device: Device) -> Place:
-        """A device's memory; the first call opens it."""
-
-    # For places.
-
+    def may_wait(self) -> bool: ...
+    def enter(self, request: Request, *, wait: bool) -> None: ...
+    def await_answer(self, request: Request) -> None: ...
+    def place(self, device: Device) -> Place: ...
     def allocate(
         self, sizes: Sequence[int], timeout: float, arena: Arena, block: SharedBlock | None
-    ) -> list[Slot]:
-        """Slots of a place's arena; `block` is one that it needed (`BlockNeededError`)."""
-
-    def repeat(self, call: Callable[[], bool]) -> None:
-        """Have the delivery thread make a call until it returns True."""
+    ) -> list[Slot]: ...
+    def repeat(self, call: Callable[[], bool]) -> None: ...
 
 
 OpenPlace = Callable[[Device, int | None, Inbox, Callable[[int], None], Iterator[int]], Place]
@@ -182,7 +151,7 @@ class HostPlace:
     def find(self, array: NDArray[Any]) -> Spot | None:
         """Where an array lies in this memory, if workers can read it there."""
         flags = array.flags
-        if not (flags.c_contiguous and flags.aligned and array.dtype.isnative and is_leased(array)):
+        if not (is_leased(array) and flags.c_contiguous and flags.aligned and array.dtype.isnative):
             return None
         return self._arena.find(array.__array_interface__["data"][0], array.nbytes)
 
@@ -299,8 +268,6 @@ class Planner:
             self._queue.enter(request, wait=False)
             if call.offer is not None:
                 call.offer(partial(self._queue.cancel, request))
-                if call.cancelled:  # before it was offered
-                    self._queue.forget(request)
             self._queue.await_answer(request)
             if request.was_cancelled:
                 raise CancelledError
@@ -319,7 +286,7 @@ class Planner:
         """Queue a call; without `wait`, raise `QueueFullError` where it would wait for room."""
         request = self._begin(call, may_wait=self._queue.may_wait(), wait=wait)
         future = OutcomeFuture(request, self._queue)
-        if call.keeps and len(request.rows) > 1 and call.split_state.rescues:
+        if call.keeps and call.may_be_rescued:
             call.inputs = self.copies(call.inputs, request)
         if not request.settled:  # a batch of no rows is answered already
             self._queue.enter(request, wait=wait)
@@ -352,13 +319,14 @@ class Planner:
         arrays = self.arrays(call.inputs)
         pieces = call.pieces if call.split_state.settled else 1
         target: Place | None = call.outputs_on
-        is_elsewhere, on_device = target is not None, target
-        for array in arrays:
-            # A view of ordinary memory has a base as well, but not one of these.
-            if array.base is not None and is_leased(array):
-                is_elsewhere = True
-                if type(array) is not np.ndarray:
-                    on_device = array.base
+        on_device, spots = target, dict[int, Spot]()
+        for i, array in enumerate(arrays):
+            if array.base is None:
+                continue
+            if type(array) is not np.ndarray:
+                on_device = array.base
+            elif (spot := self.place.find(array)) is not None:
+                spots[i] = spot
         state = None if call.apart else call.split_state
         shapes = tuple(map(_shape, arrays))
         version = 0 if state is None else state.number
@@ -371,16 +339,13 @@ class Planner:
             return request
         found: dict[int, Spot] = {}
         outputs: Lease | None = None
-        if is_elsewhere:
-            end = monotonic() + timeout
+        if spots or on_device is not None:
             if on_device is not None:
+                end = monotonic() + timeout
                 found, outputs = on_device.bring(arrays, plan, call, timeout)
-            for i, (array, layout) in enumerate(zip(arrays, plan.inputs.layouts, strict=True)):
-                if type(array) is np.ndarray and layout is not None and layout.contiguous:
-                    spot = self.place.find(array)
-                    if spot is not None:
-                        found[i] = spot
-            timeout = max(0.0, end - monotonic())
+                timeout = max(0.0, end - monotonic())
+            layouts = plan.inputs.layouts
+            found |= {i: at for i, at in spots.items() if (lay := layouts[i]) and lay.contiguous}
             if found:
                 key = (*key, *sorted(found))
                 plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, state, found)
@@ -466,24 +431,24 @@ class Planner:
             arrays[name] = (place or self.place).empty(spec, shape, timeout)
         return arrays
 
-    def host_arrays(self, inputs: Inputs, timeout: float) -> list[NDArray[Any]]:
-        """As `arrays`; what lies on a device is copied to the host, each within so many seconds."""
-        found = self.arrays(inputs)
-        return [array if type(array) is np.ndarray else array.on_host(timeout) for array in found]
+    def host_arrays(self, call: Call) -> list[NDArray[Any]]:
+        """The inputs of a call as `arrays`; what lies on a device is copied to the host."""
+        found = self.arrays(call.inputs)
+        return [a if type(a) is np.ndarray else a.on_host(call.timeout) for a in found]
+
+    def host_copies(self, call: Call) -> list[NDArray[Any]]:
+        return [*map(np.array, self.host_arrays(call))]
 
     def copies(self, inputs: Inputs, request: Request | None = None) -> list[Any]:
         """The inputs as they are now, whatever becomes of the caller's arrays; what is borrowed stays so.
 
         What a new request has taken is not copied again: an array over its memory keeps that.
         """
-
-        def copy(i: int, array: Any) -> Any:
-            if is_leased(array):
-                return array
-            mine = None if request is None else request.taken(i)
-            return np.array(array) if mine is None else mine
-
-        return [copy(i, array) for i, array in enumerate(self.arrays(inputs))]
+        found: list[Any] = []
+        for i, array in enumerate(self.arrays(inputs)):
+            mine = array if is_leased(array) else request.taken(i) if request is not None else None
+            found.append(np.array(array) if mine is None else mine)
+        return found
 
     def arrays(self, inputs: Inputs) -> list[Any]:
         """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.

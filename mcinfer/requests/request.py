@@ -34,14 +34,12 @@ from mcinfer.errors import McinferError, PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_numbers, encode_references
 from mcinfer.requests.frames import Lease, Plan, is_leased
 from mcinfer.requests.splitting import SplitState, Splitter
-from mcinfer.requests.tensors import Arrays, join_parts
+from mcinfer.requests.tensors import Arrays, Inputs, join_parts
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
 
 T = TypeVar("T")
-
-Inputs = Mapping[str, Any] | Sequence[Any]
 
 NO_WEIGHTS = WeightVersion(number=0)
 
@@ -74,12 +72,11 @@ class Call:
         outputs: Names of the outputs to return; None is all.
         outputs_on: The place (`mcinfer.requests.planner.Place`) for the outputs; None is the host's.
         context: Of the caller, if the request is traced.
-        offer: Called before the wait with a function that ends it, which any thread may call.
+        offer: Called before each wait with a function that ends it, which any thread may call.
         apart: Whether it is a run of a look: whole, and not joined with others.
         limited: Whether there must be a place in the queue for it; not for a part of an accepted request.
         keeps: Whether its inputs may be needed again after its pieces.
         rows: Rows of each shard, once it is cut.
-        cancelled: Whether its caller does not want it any more.
     """
 
     inputs: Inputs
@@ -99,7 +96,11 @@ class Call:
     limited: bool = True
     keeps: bool = False
     rows: tuple[int, ...] = ()
-    cancelled: bool = False
+
+    @property
+    def may_be_rescued(self) -> bool:
+        """Whether it is in pieces, and may run whole if these fail."""
+        return self.split_state.rescues and len(self.rows) > 1
 
 
 class Outcome(Generic[T]):
@@ -184,22 +185,13 @@ class Promise(Outcome[T]):
 
 
 class Owner(Protocol):
-    """The part of the loop that futures need."""
+    """The part of `mcinfer.runtime.inbox.Inbox` that futures need."""
 
-    def cancel(self, outcome: Outcome[Any]) -> bool:
-        """Cancel a request; False if it was settled before."""
-
-    def forget(self, outcome: Outcome[Any]) -> None:
-        """Cancel a request without waiting for that."""
-
-    def check_process(self) -> None:
-        """Raise `ClosedError` in a process that was forked from the master's: nothing is settled there."""
-
-    def check_wait(self) -> None:
-        """Raise an error where the calling thread would wait in vain."""
-
-    def deliver(self, call: Callable[[], object]) -> None:
-        """Have the delivery thread make a call."""
+    def cancel(self, outcome: Outcome[Any]) -> bool: ...
+    def forget(self, outcome: Outcome[Any]) -> None: ...
+    def check_process(self) -> None: ...
+    def check_wait(self) -> None: ...
+    def deliver(self, call: Callable[[], object]) -> None: ...
 
 
 class _Gate:

@@ -4,7 +4,7 @@ A part along the first axis (or one that only axes of size one precede) is an of
 cutting and joining copy nothing. Parts along another axis lie one after another instead, and are copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +20,9 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
+
+Inputs = Mapping[str, Any] | Sequence[Any]
+"""Values by name, or in the model's order."""
 
 Arrays = dict[str, NDArray[Any]]
 """Outputs by name, in the model's order."""

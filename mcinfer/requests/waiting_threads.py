@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mcinfer.errors import PredictError, PredictTimeoutError, QueueFullError
-from mcinfer.requests.request import OutcomeFuture
+from mcinfer.errors import McinferError, PredictError
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
-_LATE_SECONDS = 1.0  # that a task, or `close`, waits for a thread that should be done
+LATE_SECONDS = 1.0
+"""Seconds that a task, or `close`, waits for a thread that should be done."""
 
 _T = TypeVar("_T")
 
@@ -67,51 +67,25 @@ class WaitingThreads:
             run()
         return future
 
-    async def answer(self, call: Callable[[], _T], deadline: float) -> _T:
-        """The result of a call that keeps a deadline, of `time.monotonic`, by itself.
+    async def answer(self, call: Callable[[], _T], deadline: float, failure: McinferError) -> _T:
+        """The result of a call in a thread; `failure` is raised at the deadline, of `time.monotonic`.
 
-        Raises:
-            PredictTimeoutError: Its thread is held up past the deadline, as by a handler of the log.
+        A thread cannot be cancelled: a future that the call returns after the end of this is cancelled.
         """
         import asyncio  # `mcinfer.master` says why not above
 
         waiting = self.submit(call)
+        seconds = None if deadline == math.inf else max(0.0, deadline - monotonic())
         try:
-            async with asyncio.timeout(_left(deadline + _LATE_SECONDS)) as limit:
-                return await asyncio.wrap_future(waiting)
-        except TimeoutError as exc:
-            if not limit.expired():
-                raise
-            raise PredictTimeoutError(
-                "no answer in time: the thread that compares answers is held up"
-            ) from exc
-        finally:
-            del waiting  # an error that the user keeps must not hold what came of it
-
-    async def wait_for_room(
-        self, submit: Callable[[], OutcomeFuture[_T]], deadline: float
-    ) -> OutcomeFuture[_T]:
-        """Have a thread wait until this call can be made.
-
-        Raises:
-            QueueFullError: It could not be made until the deadline, of `time.monotonic`.
-        """
-        import asyncio  # `mcinfer.master` says why not above
-
-        waiting = self.submit(submit)
-        try:
-            async with asyncio.timeout(_left(deadline)) as limit:
+            async with asyncio.timeout(seconds) as limit:
                 return await asyncio.wrap_future(waiting)
         except BaseException as exc:
-            # A thread cannot be cancelled: what it still queues is to be cancelled then.
             waiting.add_done_callback(_cancel_late)
             if isinstance(exc, TimeoutError) and limit.expired():
-                raise QueueFullError(
-                    "the queue or the memory was full until the time was over"
-                ) from exc
+                raise failure from exc
             raise
         finally:
-            del waiting  # an error that the user keeps must not hold what came of it
+            del waiting, failure  # an error that the user keeps must not hold what came of it
 
     def close(self, *, wait: bool) -> None:
         """Let the threads end after their calls; with `wait`, wait a second for that.
@@ -123,7 +97,7 @@ class WaitingThreads:
         with self._lock:
             self._closed = True
             threads = [*self._threads]
-        end = monotonic() + _LATE_SECONDS
+        end = monotonic() + LATE_SECONDS
         for thread in threads if wait else ():
             if thread is not threading.current_thread():  # a finalizer may close, in any thread
                 thread.join(max(0.0, end - monotonic()))
@@ -139,11 +113,8 @@ class WaitingThreads:
             del call  # it holds its arguments
 
 
-def _left(deadline: float) -> float | None:
-    """Seconds until then; None is no limit."""
-    return None if deadline == math.inf else max(0.0, deadline - monotonic())
-
-
-def _cancel_late(waiting: Future[OutcomeFuture[_T]]) -> None:
+def _cancel_late(waiting: "Future[Any]") -> None:
     if not waiting.cancelled() and waiting.exception() is None:
-        waiting.result().cancel()
+        result = waiting.result()
+        if isinstance(result, Future):
+            result.cancel()
