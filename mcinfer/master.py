@@ -229,15 +229,13 @@ class Master:
         """
         self._loop.claim_start()
         missing = [(i, one.missing) for i, one in enumerate(self._plan.processes) if one.missing]
-        failure: McinferError | None = None
-        if missing:
-            failure = BuildError(say_once(f"worker {i}: {reason}" for i, reason in missing))
-        elif self._in_memory is None and not os.path.lexists(self._path):
-            failure = ModelNotFoundError(f"model: there is no file {self._path!r}")
-        if failure is not None:
-            self._finalizer.detach()  # it would hold the error, whose traceback holds this
-            self._loop.refuse_start(failure)
         try:
+            if missing:
+                reasons = say_once(f"worker {i}: {reason}" for i, reason in missing)
+                self._loop.refuse_start(BuildError(reasons))
+            if self._in_memory is None and not os.path.lexists(self._path):
+                text = f"model: there is no file {self._path!r}"
+                self._loop.refuse_start(ModelNotFoundError(text))
             built = self._loop.start()
             model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
             self._description = ModelDescription(
@@ -538,13 +536,9 @@ class Master:
     ) -> Iterator[Arrays]:
         """Answer many requests, in their order; each runs whole on one worker, as with `submit`.
 
-        Args:
-            requests: Inputs of each request; the iterator takes them as it needs them.
-            ahead: Most requests in flight; None is four for each worker.
-            timeout: Seconds for each request.
-            priority: As in `predict`.
-            outputs: As in `predict`.
-            outputs_on: As in `predict`.
+        The iterator takes the inputs of each request when it needs them, and has at most `ahead` requests in
+        flight; None is four for each worker. The time-out, in seconds, is for each request, and the other
+        arguments are those of `submit`.
 
         Returns:
             An iterator of answers. If a request fails, the iterator raises its error and ends. It then
@@ -661,14 +655,9 @@ class Master:
     ) -> Split:
         """Learn from an example how a batch is split, replace what was known, and record the result.
 
-        The example runs whole on one worker, and in pieces. Where its rows show nothing (a single one, equal
-        ones), rows that are made out of them do the same.
-
-        Args:
-            example: Inputs as for `predict`.
-            timeout: Seconds for the runs; None is `Timeouts.predict`.
-            batch_axes: As in `predict`.
-            output_axes: As in `predict`.
+        The example, inputs as for `predict`, runs whole on one worker, and in pieces. Where its rows show
+        nothing (a single one, equal ones), rows that are made out of them do the same. The time-out, in
+        seconds, is for all runs, and the other arguments are those of `predict`.
 
         Returns:
             The split afterwards; `Split.checked` says whether the example has shown it.
@@ -846,18 +835,13 @@ class Master:
     def _answer(self, call: Call) -> Arrays:
         """Answer a call: learn from it, or hand it on."""
         try:
-            if (
-                not call.split_state.splits
-                and (answer := self._learner.try_answer(call)) is not None
-            ):
-                return answer
-            try:
-                return self._planner.answer_call(call)
-            except PredictError as exc:
-                answer = self._learner.rescue(call, exc)
-                if answer is None:
-                    raise
-                return answer
+            answer = None if call.split_state.splits else self._learner.try_answer(call)
+            return self._planner.answer_call(call) if answer is None else answer
+        except PredictError as exc:
+            answer = self._learner.rescue(call, exc)
+            if answer is None:
+                raise
+            return answer
         finally:
             call.weights = NO_WEIGHTS
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError, PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_numbers, encode_references
-from mcinfer.requests.frames import Lease, Plan, is_leased
+from mcinfer.requests.frames import Lease, Plan, Views, is_leased
 from mcinfer.requests.splitting import SplitState, Splitter
 from mcinfer.requests.tensors import Arrays, Inputs, join_parts
 from mcinfer.requests.weights import WeightVersion
@@ -443,25 +443,22 @@ def _next(calls: list[T]) -> T | None:
 class Request(Outcome[Arrays]):
     """One request in flight; only `Planner` makes requests.
 
+    What a `Call` says of itself (its start is `called` here, its outputs `wanted`) is not said again.
+
     Attributes:
         number: The loop's, once it has the request.
         rows: Rows of each shard; 1 if nothing is cut.
         size: Bytes of its inputs, and of its outputs of known shapes.
-        called: When the call came, of `time.monotonic`.
-        timeout: Seconds from then on.
         waits: Whether it may wait for a place in the queue.
-        limited: Whether there must be one for it; False for a part of what was accepted already.
         may_be_wide: Whether it may have the whole CPU if it is alone: not in a check of how it splits.
         join: The key that it shares with requests that may join one run with it, and its rows, or more
             where it takes more of the run's message; None for one that runs alone.
-        context: Context of the call, if the request is traced.
-        weights: The version of the weights that it runs with.
         blocks: Numbers of the blocks of its references.
         is_laid_out: Whether PREDICT gives the place of every output: then a reply may have no outputs.
         copies: Whether to copy its value to ordinary memory, since shared memory is short.
         contradicted: Called with the reason if its parts do not join.
+        entered: Set when it has a place in the queue, if a caller waits for that.
         workers: By shard, the index of the worker that answered it.
-        wanted: Names of the outputs to return; None is all.
     """
 
     def __init__(
@@ -571,8 +568,6 @@ class Request(Outcome[Arrays]):
                 self._outputs, self._views = lease, answer[1]
             return
         asked = self._asked[shard]
-        if len(asked) == len(self._model.outputs) and outputs == asked:
-            return
         expected = {reference[0]: reference for reference in asked}
         given = {reference[0]: reference for reference in outputs}
         names = [spec.name for spec in self._model.outputs]
@@ -585,8 +580,7 @@ class Request(Outcome[Arrays]):
             )
         parts: dict[tuple[int, str], NDArray[Any]] = {}
         blocks: dict[int, NDArray[Any]] = {}
-        views: list[tuple[str, tuple[int, ...], np.dtype[Any], int]] = []
-        opened: list[str] = []
+        views: Views = ()
         left = limit
         for spec, reference in zip(self._model.outputs, whole, strict=True):
             name, element_type, shape = reference[:3]
@@ -599,21 +593,20 @@ class Request(Outcome[Arrays]):
                 raise ProtocolError(
                     f"reply with {reprlib.repr(reference)}, expected {reprlib.repr(place)}"
                 )
-            if place is not None:
-                opened.append(name)  # its shape is another one than the model declares
             size = tensor_bytes(spec.element_type, prod(shape))
             parts[shard, name] = _part(spec, reference, size, left, blocks, lend)
             left -= size
             if size:
-                views.append((name, shape, spec.dtype, reference[4]))
-        self._plan.opened.update(opened)
-        if not self.settled:  # else it failed before this answer
+                views += ((name, shape, spec.dtype, reference[4]),)
+        # Their shapes are others than the model declares.
+        self._plan.opened.update(name for _, name in parts if name in expected)
+        if parts and not self.settled:  # else it failed before this answer
             self._parts = {**(self._parts or {}), **parts}
         is_whole = len(blocks) == len(self.rows) == 1 and len(views) == len(names)
         if answers is not None and is_whole and not asked:
             if len(answers) * len(outputs) > _MOST_ANSWERED:
                 answers.clear()
-            answers[outputs] = next(iter(blocks)), tuple(views)
+            answers[outputs] = next(iter(blocks)), views
 
     def release(self) -> None:
         """No worker can read or write its memory any more."""

@@ -90,32 +90,27 @@ class WeightStore:
                 self._copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
             tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
         with self._updating:
-            return self._commit(slots, tensors)
-
-    def _commit(self, slots: Mapping[str, Slot], tensors: Mapping[str, TensorRef]) -> int:
-        """Make the next version of the current one and these; the lock is held."""
-        before = self.current
-        slots, tensors = {**before.slots, **slots}, {**before.tensors, **tensors}
-        number = before.number + 1
-        oldest = min([*self._alive.keys()], default=before.number)  # none is, after `close`
-        message = UpdateWeights(version=number, oldest=oldest, tensors=tuple(tensors.values()))
-        try:
-            data = encode(message)
-        except ProtocolError as exc:
-            raise InvalidInputError(
-                f"weights: the places of {len(tensors)} do not fit a message to a worker: {exc}"
-            ) from exc
-        version = WeightVersion(
-            number=number,
-            oldest=oldest,
-            message=data,
-            tensors=tensors,
-            slots=slots,
-            blocks=frozenset(slot.block for slot in slots.values()),
-        )
-        self._alive[version.number] = version
-        self.current = version
-        return version.number
+            before = self.current
+            slots, tensors = {**before.slots, **slots}, {**before.tensors, **tensors}
+            number = before.number + 1
+            oldest = min([*self._alive.keys()], default=before.number)  # none is, after `close`
+            message = UpdateWeights(version=number, oldest=oldest, tensors=tuple(tensors.values()))
+            try:
+                data = encode(message)
+            except ProtocolError as exc:
+                raise InvalidInputError(
+                    f"weights: the places of {len(tensors)} do not fit a message to a worker: {exc}"
+                ) from exc
+            blocks = frozenset(slot.block for slot in slots.values())
+            self._alive[number] = self.current = WeightVersion(
+                number=number,
+                oldest=oldest,
+                message=data,
+                tensors=tensors,
+                slots=slots,
+                blocks=blocks,
+            )
+        return number
 
     def close(self) -> None:
         """Free the memory of replaced weights."""
