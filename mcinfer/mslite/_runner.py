@@ -360,8 +360,8 @@ class _Answer(OutcomeFuture[Any]):
             # The error that this may raise must not hold what holds it.
             self = error = None  # type: ignore[assignment]
 
-    def _failure(self) -> BaseException | None:
-        exc = super()._failure()
+    def prepare(self) -> BaseException | None:
+        exc = super().prepare()
         if exc is None or self.cancelled():
             return exc
         error = failure("predict", exc)

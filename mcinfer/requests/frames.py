@@ -93,6 +93,7 @@ class Side:
         starts: Bytes from the start of the frame to each tensor in it.
         size: Bytes of the frame.
         is_laid: Whether some tensor lies in the frame.
+        is_simple: Whether each tensor is one array in the frame.
         idle: Frames that are not in use.
     """
 
@@ -100,6 +101,7 @@ class Side:
     starts: tuple[int, ...]
     size: int
     is_laid: bool
+    is_simple: bool
     idle: "deque[Ticket]"
 
 
@@ -114,9 +116,10 @@ class Plan:
         cut: Rows of each shard, and how inputs and outputs are cut and joined.
         size: Bytes of all tensors.
         cost: Estimated bytes of this process's memory for it and its idle frames.
-        part: How much of the message of a joined run it takes.
+        apart: Why its requests cannot join one run with others; empty if they can.
+        counts: For how many rows one of them counts in a joined run: more than it has, where it takes more of
+            the run's message.
         lays_all: Whether all outputs lie in their frame.
-        simple_inputs: Whether each input is one array in its frame.
         simple_outputs: The outputs, if each is one array in its frame.
         answers: By what replies said, the number of the worker's own block with all outputs, and these there;
             None if its requests' values are never just views.
@@ -130,9 +133,9 @@ class Plan:
     outputs: Side
     size: int
     cost: int
-    part: float
+    apart: str
+    counts: int
     lays_all: bool
-    simple_inputs: bool
     simple_outputs: Views | None
     answers: dict[tuple[TensorRef, ...], tuple[int, Views]] | None
 

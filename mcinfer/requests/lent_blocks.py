@@ -83,7 +83,17 @@ class LentBlocks:
         """
         slot = self._blocks.get(number)
         if slot is None:
-            slot = self._add(number)
+            try:
+                block = self._receive(number)
+            except OSError:
+                self.lost.append(number)
+                raise
+            block.close()  # the mapping stays
+            size = block.size
+            slot = self._blocks[number] = Slot(
+                number, 0, size, block.address, block.memory(0, size)
+            )
+            self.size += size
         elif number not in self._kept:
             raise ProtocolError(f"block {number} is filled again, and was not given back")
         else:
@@ -98,19 +108,6 @@ class LentBlocks:
         held.ticket = ticket = _Ticket(held, self.ended.append)
         ticket.number, ticket.size = number, slot.size
         return held
-
-    def _add(self, number: int) -> Slot:
-        """Map a block when an answer lies in it for the first time."""
-        try:
-            block = self._receive(number)
-        except OSError:
-            self.lost.append(number)
-            raise
-        block.close()  # the mapping stays
-        size = block.size
-        slot = self._blocks[number] = Slot(number, 0, size, block.address, block.memory(0, size))
-        self.size += size
-        return slot
 
     def give_up(self, outputs: Sequence[TensorRef]) -> None:
         """Let go of the blocks of an answer that no request takes, or that one could not take."""

@@ -240,16 +240,16 @@ class Planner:
         self._names = tuple(spec.name for spec in model.inputs)
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
         self._types = tuple((spec, spec.element_type) for spec in model.inputs)
-        self._is_ragged = bool(ragged)
         self._dtypes = tuple(
             None if spec.element_type == STRING else spec.dtype for spec in model.inputs
         )
         self._plans: dict[tuple[Any, ...], Plan] = {}
         """By shapes, pieces, the number of what is known of the split, how many outputs are opened, and the
         numbers of inputs that lie elsewhere."""
+        self._ragged = f"the size of the result of {ragged} depends on its data" if ragged else ""
         self.apart = ""
         if ragged and max_rows > 1:
-            self._note_apart(f"the size of the result of {ragged} depends on its data")
+            self._note_apart(self._ragged)
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
@@ -352,13 +352,12 @@ class Planner:
             if target is not None:  # its value is never just a view for NumPy
                 plan = replace(plan, simple_outputs=None, answers=None)
         join = None
-        may_join = call.joins and on_device is None and not self._is_ragged
-        if may_join and state is not None and state.splits:
-            join = self._join(arrays, plan, call.weights, checked=state.split.checked)
+        if call.joins and on_device is None and state is not None and state.splits:
+            join = self._join(arrays, plan, call.weights)
         held, written = self.place.lease(plan, timeout, with_outputs=outputs is None)
         outputs = outputs or written
         try:
-            if plan.simple_inputs and held is not None:
+            if plan.inputs.is_simple and held is not None:
                 frame = held.ticket.frame
                 for view, array in zip(frame.views, arrays, strict=True):
                     if view.nbytes < _LARGE_BYTES:
@@ -529,6 +528,11 @@ class Planner:
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
         views = tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
+        apart, counts = "", self._max_rows
+        if self._max_rows > 1:
+            apart = self._why_apart(cut, is_checked=split is not None and split.checked)
+            if shards == 1:
+                counts = max(cut.rows[0], math.ceil(self._part(cut) * self._max_rows))
         plan = Plan(
             model=self._model,
             opened=self._opened,
@@ -538,12 +542,10 @@ class Planner:
             outputs=writes,
             size=sum(layout.size for layout in (*laid, *outputs) if layout is not None),
             cost=_REFERENCE_BYTES * frames * max(len(inputs), len(outputs)) * max(1, shards),
-            part=self._part(cut) if self._max_rows > 1 and shards == 1 else 1.0,
+            apart=apart,
+            counts=counts,
             lays_all=None not in outputs,
-            simple_inputs=all(layout is not None and layout.contiguous for layout in laid),
-            simple_outputs=views
-            if all(lay is not None and lay.contiguous for lay in outputs)
-            else None,
+            simple_outputs=views if writes.is_simple else None,
             answers={},
         )
         plans = self._plans
@@ -567,13 +569,13 @@ class Planner:
         # What workers read in place is the caller's, and is held until no worker reads it.
         keep = [*(arrays[i] for i in found), *([] if held is None else [held])]
         places: list[Spot | None] = []
-        texts: dict[int, list[Texts]] = {}
+        texts: dict[int, Sequence[Texts]] = {}
         side = plan.inputs
         rows = zip(plan.model.inputs, plan.cut.inputs, side.layouts, side.starts, strict=True)
         for i, (spec, cut, layout, start) in enumerate(rows):
             place = found.get(i)
             if layout is None:
-                texts[i] = [string_rows(arrays[i], cut, shard) for shard in range(len(cut.shapes))]
+                texts[i] = string_rows(arrays[i], cut)
             elif place is None and held is not None:
                 slot = held.ticket.frame.slot
                 part = memoryview(slot.memory)[start : start + layout.size]
@@ -591,6 +593,12 @@ class Planner:
             self.apart = why
             _log.warning("requests are not joined to one run: %s", why)
 
+    def _why_apart(self, cut: sharding.Cut, *, is_checked: bool) -> str:
+        for spec in self._model.outputs:
+            if spec.name in self._opened:
+                return f"the shape of output {spec.name!r} is not known before the run"
+        return self._ragged or sharding.why_apart(self._model, cut, checked=is_checked)
+
     def _part(self, cut: sharding.Cut) -> float:
         """How much of the message of a joined run a request takes."""
         inputs, outputs = (
@@ -607,8 +615,6 @@ class Planner:
         arrays: Sequence[NDArray[Any]],
         plan: Plan,
         weights: WeightVersion,
-        *,
-        checked: bool,
     ) -> tuple[Hashable, int] | None:
         """The key of requests that one run can answer together, and what this one counts for.
 
@@ -616,16 +622,10 @@ class Planner:
         in the version of the weights.
         """
         cut = plan.cut
-        opened = [s.name for s in self._model.outputs if s.name in self._opened]
-        why = sharding.why_apart(self._model, cut, checked=checked)
-        if opened:
-            why = f"the shape of output {opened[0]!r} is not known before the run"
-        if why:
-            self._note_apart(why)
+        if plan.apart:
+            self._note_apart(plan.apart)
             return None
-        # So that as many as are joined fit one message to a worker.
-        rows = max(cut.rows[0], math.ceil(plan.part * self._max_rows))
-        if rows >= self._max_rows:
+        if plan.counts >= self._max_rows:
             return None
         common = [a for a, part in zip(arrays, cut.inputs, strict=True) if part.axis is None]
         if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
@@ -635,7 +635,7 @@ class Planner:
             for a, axis in zip(arrays, cut.input_axes, strict=True)
         )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
-        return (sizes, cut.input_axes, values, weights.number), rows
+        return (sizes, cut.input_axes, values, weights.number), plan.counts
 
     def _side(
         self, layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int
@@ -648,9 +648,10 @@ class Planner:
         by_references = _MAX_IDLE_REFERENCES // max(len(layouts) * shards, 1)
         most = max(1, min(_MAX_IDLE_FRAMES, _MAX_IDLE_BYTES // max(size, 1), by_references))
         is_laid = any(layout is not None for layout in laid)
+        is_simple = all(layout is not None and layout.contiguous for layout in laid)
         idle = deque[Ticket](maxlen=most)
         self.place.idle.add(idle)
-        return Side(layouts, tuple(starts), size, is_laid, idle)
+        return Side(layouts, tuple(starts), size, is_laid, is_simple, idle)
 
 
 def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
@@ -678,7 +679,7 @@ def make_frame(
 
 
 def _input_frame(plan: Plan, slot: Slot) -> Frame:
-    if not plan.simple_inputs:
+    if not plan.inputs.is_simple:
         return make_frame(slot)
     places = [(slot.block, slot.offset + start) for start in plan.inputs.starts]
     references = _input_references(plan, places, {})

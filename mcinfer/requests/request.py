@@ -332,7 +332,7 @@ class OutcomeFuture(Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._await(timeout)
-        return self._failure()
+        return self.prepare()
 
     async def answer(self) -> T:
         """The result, for a task of asyncio; cancelling the task cancels the request.
@@ -375,7 +375,8 @@ class OutcomeFuture(Future[T]):
         finally:
             self = outcome = None  # type: ignore[assignment]
 
-    def _failure(self) -> BaseException | None:
+    def prepare(self) -> BaseException | None:
+        """Make the result, before its user asks for it, and return the error of a failure."""
         outcome = self.outcome
         if outcome.settled and outcome.error is None and not outcome.was_cancelled:
             try:
@@ -391,10 +392,6 @@ class OutcomeFuture(Future[T]):
             resume()
         if self._callbacks or (self._waiting is not None and self._waiting.to_call):
             self.owner.deliver(self.notify)
-
-    def prepare(self) -> None:
-        """Make the result before its user asks for it: in the delivery thread."""
-        self._failure()
 
     def notify(self) -> None:
         """Call the callbacks and the waiters: in the delivery thread."""
@@ -412,7 +409,7 @@ class OutcomeFuture(Future[T]):
         while waiting is not None and (waiter := _next(waiting.to_call)) is not None:
             if self.outcome.was_cancelled:
                 waiter.add_cancelled(self)
-            elif self._failure() is not None:
+            elif self.prepare() is not None:
                 waiter.add_exception(self)
             else:
                 waiter.add_result(self)

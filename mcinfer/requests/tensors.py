@@ -222,10 +222,13 @@ def copy_in(
         np.copyto(np.ndarray(shape, spec.dtype, memory, offset), part, casting="equiv")
 
 
-def string_rows(array: NDArray[Any], cut: InputCut, shard: int) -> tuple[str | bytes, ...]:
-    part = _parts_of(array, cut)[shard]
+def string_rows(array: NDArray[Any], cut: InputCut) -> list[tuple[str | bytes, ...]]:
+    """The texts of each shard."""
     # The protocol takes exactly these types; NumPy's scalars of text are subclasses.
-    return tuple(str(v) if isinstance(v, str) else bytes(v) for v in part.ravel().tolist())
+    return [
+        tuple(str(v) if isinstance(v, str) else bytes(v) for v in part.ravel().tolist())
+        for part in _parts_of(array, cut)
+    ]
 
 
 def _parts_of(array: NDArray[Any], cut: InputCut) -> list[NDArray[Any]]:
