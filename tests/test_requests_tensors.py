@@ -53,9 +53,7 @@ def test_strings_of_each_shard_in_order_and_of_pythons_own_types(dtype: Any) -> 
     assert shards == expected
     assert {type(item) for shard in shards for item in shard} == {bytes if dtype == "S3" else str}
     whole = InputCut(axis=None, shapes=((2, 3),) * 2)
-    one, other = string_rows(array, whole)
-    assert one == other
-    assert len(one) == 6
+    assert string_rows(array, whole) == [tuple(array.ravel().tolist())] * 2
 
 
 # Joining.

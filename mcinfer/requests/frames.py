@@ -18,7 +18,7 @@ from weakref import ref
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.protocol import TensorRef
+from mcinfer.protocol import TensorRef, encode_references
 from mcinfer.requests.tensors import Layout
 from mcinfer.sharding import Cut
 from mcinfer.shm.arena import Slot
@@ -75,6 +75,21 @@ class Lease:
     __array_interface__: dict[str, Any]
     frame: Frame
     ticket: Ticket
+
+
+def make_frame(
+    slot: Slot,
+    references: tuple[tuple[TensorRef, ...], ...] = (),
+    views: tuple[NDArray[Any], ...] = (),
+) -> Frame:
+    interface = {
+        "version": 3,
+        "typestr": "|u1",
+        "shape": (slot.size,),
+        "data": (slot.address, False),
+    }
+    bodies = tuple(map(encode_references, references))
+    return Frame(slot, frozenset((slot.block,)), bodies, references, views, interface)
 
 
 def is_leased(array: Any) -> bool:

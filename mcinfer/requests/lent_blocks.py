@@ -21,8 +21,7 @@ from contextlib import suppress
 from mcinfer.errors import ProtocolError
 from mcinfer.protocol import TensorRef
 from mcinfer.requests.forks import forks
-from mcinfer.requests.frames import Lease, Ticket
-from mcinfer.requests.planner import make_frame
+from mcinfer.requests.frames import Lease, Ticket, make_frame
 from mcinfer.shm.arena import Slot
 from mcinfer.shm.block import Block
 

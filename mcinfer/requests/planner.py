@@ -44,10 +44,12 @@ from mcinfer.requests.frames import (
     Side,
     Ticket,
     is_leased,
+    make_frame,
 )
 from mcinfer.requests.request import Call, OutcomeFuture, Owner, Request
 from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import (
+    LARGE_BYTES,
     Arrays,
     Copier,
     Inputs,
@@ -87,7 +89,6 @@ _MAX_IDLE_REFERENCES = 512
 """Limits of one plan, each for inputs and for outputs; one frame of any size is always kept."""
 
 _MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, requests are not joined
-_LARGE_BYTES = 1 << 20  # copies from here on may use several threads
 
 
 class Place(Protocol):
@@ -360,7 +361,7 @@ class Planner:
             if plan.inputs.is_simple and held is not None:
                 frame = held.ticket.frame
                 for view, array in zip(frame.views, arrays, strict=True):
-                    if view.nbytes < _LARGE_BYTES:
+                    if view.nbytes < LARGE_BYTES:
                         np.copyto(view, array, "equiv")
                     else:
                         self._copier.copy(view, array)
@@ -661,21 +662,6 @@ def lease(frame: Frame, idle: "deque[Ticket]") -> Lease:
     held.ticket = ticket = Ticket(held, idle.append)
     ticket.frame = frame
     return held
-
-
-def make_frame(
-    slot: Slot,
-    references: tuple[tuple[TensorRef, ...], ...] = (),
-    views: tuple[NDArray[Any], ...] = (),
-) -> Frame:
-    interface = {
-        "version": 3,
-        "typestr": "|u1",
-        "shape": (slot.size,),
-        "data": (slot.address, False),
-    }
-    bodies = tuple(map(encode_references, references))
-    return Frame(slot, frozenset((slot.block,)), bodies, references, views, interface)
 
 
 def _input_frame(plan: Plan, slot: Slot) -> Frame:

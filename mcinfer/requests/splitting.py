@@ -19,6 +19,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,8 +99,7 @@ class Splitter:
     Args:
         model: Its inputs and outputs.
         said: The user's axes.
-        verify: ``"first"``: one look shows what the user does not say; ``"never"``: the user's axes and the
-            model's symbols decide, and nothing is learned.
+        verify: As in `mcinfer.Master`.
         whole: Why requests run whole unless the user says what to split; empty if nothing speaks against it.
         ragged: A node whose result's size depends on data: rows of outputs are not counted then.
         updated: Whether it is for replaced weights.
@@ -190,7 +190,13 @@ class Splitter:
             except (PredictError, WorkerDiedError) as exc:
                 if split_run is None or not self._first.splits:
                     raise
-                return self._without_whole(exc, split_run)
+                # Pieces may fit into the devices' memory where the whole does not.
+                split = replace(self._first, settled=True)
+                with suppress(McinferError):
+                    answer = split_run(replace(self.state, split=split, settled=True, splits=True))
+                    self._believe(f"a run of the whole batch failed, its pieces did not ({exc})")
+                    return answer
+                raise
             self._learn(arrays, whole, run)
             return whole
         finally:
@@ -269,16 +275,6 @@ class Splitter:
         else:
             self._settle(replace(self._first, reason=reason))
             self.warn_if_whole()
-
-    def _without_whole(self, failure: McinferError, run: Callable[[SplitState], Arrays]) -> Arrays:
-        """The whole run failed, but pieces may fit into the devices' memory."""
-        split = replace(self._first, settled=True)
-        try:
-            answer = run(replace(self.state, split=split, settled=True, splits=True))
-        except McinferError:
-            raise failure from None
-        self._believe(f"a run of the whole batch failed, its pieces did not ({failure})")
-        return answer
 
     def _believe(self, reason: str) -> None:
         """Nothing can be compared: trust the user's axes or the model's symbols."""
@@ -402,19 +398,20 @@ class Splitter:
             _CannotTellError: This does not show whether it is right.
             McinferError: It could not be run.
         """
+        cuts = [axes[name] for name in self._names]
         if whole is None:
-            arrays = made_rows(arrays, [axes[name] for name in self._names], count)
+            arrays = made_rows(arrays, cuts, count)
             try:
                 whole = run(arrays)
             except (PredictError, InvalidInputError) as exc:
                 raise _CannotTellError(f"made rows do not run ({exc})") from None
         rows = split_unevenly(count)
-        pieces = cut_rows(arrays, [axes[name] for name in self._names], rows)
-        parts = [*zip(*pieces, strict=True)]
-        cut = [(i, n, axes[n]) for i, n in enumerate(self._names) if axes[n] is not None]
-        alike = [name for i, name, axis in cut if not tells(parts[i], axis or 0)]
-        if len(alike) == len(cut):
+        pieces = cut_rows(arrays, cuts, rows)
+        inputs = zip(self._names, cuts, zip(*pieces, strict=True), strict=True)
+        differ = {n: tells(parts, axis) for n, axis, parts in inputs if axis is not None}
+        if not any(differ.values()):
             raise _CannotTellError("its rows are equal")
+        alike = [name for name, differs in differ.items() if not differs]
         joints = self._compare(whole, pieces, rows, run)
         if _mixed(joints):
             return joints

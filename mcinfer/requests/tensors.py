@@ -44,8 +44,7 @@ _EIGHT_BIT_FLOAT = 0.25
 _MARKS = 100.0
 """An element that is the same and so many times larger than all that differ counts as no measure for them."""
 
-
-_LARGE_BYTES = 16 << 20
+LARGE_BYTES = 16 << 20
 """From here on several threads are faster: below, the caches of one core are (benchmarks/dispatch.py)."""
 
 _MAX_THREADS = 4
@@ -83,7 +82,7 @@ class Copier:
 
     def copy(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         """Copy `source` into the C-contiguous `target` of its shape, and its type but for byte order."""
-        if not self._helpers or target.nbytes < _LARGE_BYTES or not source.flags.c_contiguous:
+        if not self._helpers or target.nbytes < LARGE_BYTES or not source.flags.c_contiguous:
             np.copyto(target, source, casting="equiv")
             return
         into, out_of = target.reshape(-1), source.reshape(-1)
