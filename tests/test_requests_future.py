@@ -260,7 +260,7 @@ def test_wait_is_as_with_the_standard_librarys(
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait, given, PATIENCE if ends else 0.2, when)
         if during:
-            while not all(future._waiters for future in given):
+            while not all(future.done() or future._waiters for future in given):
                 pass
         owner.finish()
         assert not during or not waiting.done()

@@ -468,27 +468,25 @@ class Planner:
         return self._converted(inputs)
 
     def _converted(self, inputs: Inputs) -> list[Any]:
-        if isinstance(inputs, Mapping):
-            if inputs.keys() != set(self._names):
-                unknown = [name for name in inputs if name not in self._names]
-                missing = [name for name in self._names if name not in inputs]
+        names = [*self._names]
+        if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
+            if len(inputs) != len(names):
                 raise InvalidInputError(
-                    f"inputs: {f'unknown {unknown}, ' if unknown else ''}"
-                    f"{f'missing {missing}, ' if missing else ''}expected {[*self._names]}"
+                    f"inputs: got {len(inputs)}, expected {len(names)}: {names}"
                 )
-            values = [inputs[name] for name in self._names]
-        elif isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
-            if len(inputs) != len(self._names):
-                raise InvalidInputError(
-                    f"inputs: got {len(inputs)}, expected {len(self._names)}: {[*self._names]}"
-                )
-            values = [*inputs]
-        else:
+            inputs = dict(zip(names, inputs, strict=True))
+        if not isinstance(inputs, Mapping):
             raise InvalidInputError(
-                f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of "
-                f"{[*self._names]}"
+                f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of {names}"
             )
-        return [self._input(v, s, t) for v, (s, t) in zip(values, self._types, strict=True)]
+        if inputs.keys() != set(names):
+            unknown = [name for name in inputs if name not in names]
+            missing = [name for name in names if name not in inputs]
+            raise InvalidInputError(
+                f"inputs: {f'unknown {unknown}, ' if unknown else ''}"
+                f"{f'missing {missing}, ' if missing else ''}expected {names}"
+            )
+        return [self._input(inputs[spec.name], spec, kind) for spec, kind in self._types]
 
     def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
         device = device_of(value, spec)

@@ -232,30 +232,24 @@ class _Gate:
 
 
 class _Waiters(list[Any]):
-    """The waiters that `concurrent.futures.wait` and `as_completed` add to a future.
-
-    `to_call` has those that do not know the outcome yet.
-    """
+    """The waiters that `concurrent.futures.wait` and `as_completed` add to a future, until it calls them."""
 
     def __init__(self, future: "OutcomeFuture[Any]") -> None:
         super().__init__()
         self._future = ref(future)
-        self.to_call: list[Any] = []
 
     def append(self, waiter: Any) -> None:
         """Add a waiter, for the gate's holder; notify it of an outcome that is set meanwhile."""
-        super().append(waiter)
         future = self._future()
         if future is None or future._condition.settled:
             return  # it counts it as done, and must not count it again
-        self.to_call.append(waiter)
+        super().append(waiter)
         if future.done():
             future.owner.deliver(future.notify)
 
     def remove(self, waiter: Any) -> None:
-        super().remove(waiter)
-        with suppress(ValueError):
-            self.to_call.remove(waiter)
+        with suppress(ValueError):  # it was called, or was not to be
+            super().remove(waiter)
 
 
 class OutcomeFuture(Future[T]):
@@ -390,7 +384,7 @@ class OutcomeFuture(Future[T]):
         resume = self._resume
         if resume is not None:
             resume()
-        if self._callbacks or (self._waiting is not None and self._waiting.to_call):
+        if self._callbacks or self._waiting:
             self.owner.deliver(self.notify)
 
     def notify(self) -> None:
@@ -404,9 +398,8 @@ class OutcomeFuture(Future[T]):
                     text = "a callback of %r wants to end this thread, which it cannot"
                 with suppress(BaseException):  # of a handler of the log: others wait behind it
                     states.LOGGER.exception(text, self)
-        waiting = self._waiting
         # Without the gate, which a signal may have left with a thread that waited.
-        while waiting is not None and (waiter := _next(waiting.to_call)) is not None:
+        while self._waiting and (waiter := _next(self._waiting)) is not None:
             if self.outcome.was_cancelled:
                 waiter.add_cancelled(self)
             elif self.prepare() is not None:
