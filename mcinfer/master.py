@@ -45,7 +45,7 @@ from mcinfer.errors import (
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.private import SerializableModel, fill_streams, model_file
-from mcinfer.protocol import Build, TensorFields, encode
+from mcinfer.protocol import Build, encode
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import HostPlace, Place, Planner
 from mcinfer.requests.request import NO_WEIGHTS, Call, OutcomeFuture
@@ -56,7 +56,7 @@ from mcinfer.runtime.loop import Loop
 from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.sharding import Axes, SaidAxes, Split
-from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, numpy_dtype
+from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, specs_of
 from mcinfer.statistics import Health, Statistics, TraceHook
 
 _log = logging.getLogger("mcinfer.master")
@@ -237,11 +237,11 @@ class Master:
                 text = f"model: there is no file {self._path!r}"
                 self._loop.refuse_start(ModelNotFoundError(text))
             built = self._loop.start()
-            model = ModelSpec(inputs=_specs(built.inputs), outputs=_specs(built.outputs))
+            model = ModelSpec(inputs=specs_of(built.inputs), outputs=specs_of(built.outputs))
             self._description = ModelDescription(
                 about=built.about,
                 properties=built.properties,
-                overridable=_specs(built.overridable),
+                overridable=specs_of(built.overridable),
                 provider_options=built.provider_options,
             )
             on_one = len(self._plan.groups) == 1
@@ -254,7 +254,7 @@ class Master:
                 queue=self._loop.inbox,
                 limits=self._limits,
                 max_rows=self._max_rows,
-                weights=_specs(built.weights),
+                weights=specs_of(built.weights),
                 ragged=built.ragged,
             )
             self._learner = Learner(
@@ -480,10 +480,7 @@ class Master:
         outputs_on: str,
         offer: Callable[[Callable[[], object]], object],
     ) -> Arrays:
-        """`predict`, for `mcinfer.ort`: another thread can cancel it, which raises `CancelledError`.
-
-        `offer` is called before each wait with a function that ends it, which any thread may call.
-        """
+        """`predict`, for `mcinfer.ort`, which `CancelledError` ends; `offer` is that of a `Call`."""
         call = self._call(inputs, None, _NO_AXES, None, 0, outputs, outputs_on)
         call.offer = offer
         return self._answer(call)
@@ -940,10 +937,3 @@ def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
     """Close what a garbage-collected master leaves, without a wait."""
     loop.abandon()
     waiting.close(wait=False)
-
-
-def _specs(fields: Sequence[TensorFields]) -> tuple[TensorSpec, ...]:
-    return tuple(
-        TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=shape)
-        for name, element_type, shape in fields
-    )

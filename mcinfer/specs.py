@@ -5,7 +5,7 @@ the numbers for types that NumPy lacks.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -124,6 +124,13 @@ class TensorSpec:
     def __str__(self) -> str:
         dimensions = ", ".join("?" if size is None else str(size) for size in self.shape)
         return f"{self.name}: {self.element_type}[{dimensions}]"
+
+
+def specs_of(fields: Iterable[tuple[str, str, tuple[Dimension, ...]]]) -> tuple[TensorSpec, ...]:
+    """The tensors with these names, element types and shapes."""
+    return tuple(
+        TensorSpec(name=name, dtype=numpy_dtype(kind), shape=shape) for name, kind, shape in fields
+    )
 
 
 def check_whole_bytes(specs: Sequence[TensorSpec]) -> None:

@@ -114,7 +114,7 @@ class Outcome(Generic[T]):
         future: The future of a submitted request, until it is settled.
     """
 
-    __slots__ = ("_locks", "error", "future", "settled", "was_cancelled")
+    __slots__ = ("_locks", "_value", "error", "future", "settled", "was_cancelled")
 
     def __init__(self) -> None:
         self._locks: list[Any] = []
@@ -162,22 +162,13 @@ class Outcome(Generic[T]):
             # The error's traceback must not hold what holds the error.
             self = error = None  # type: ignore[assignment]
 
-    def value(self) -> T:
-        """The result of a success."""
-        raise NotImplementedError
-
-
-class Promise(Outcome[T]):
-    """An outcome whose value the loop sets."""
-
-    __slots__ = ("_value",)
-
     def set(self, value: T) -> None:
-        self._value = value
+        """Settle it with a value; for the loop alone, once."""
+        self._value: T | None = value
         self.settle()
 
     def value(self) -> T:
-        """The value that was set; None if it was only settled."""
+        """The result of a success; None if it was only settled."""
         return getattr(self, "_value", None)  # type: ignore[return-value]
 
 
@@ -492,7 +483,7 @@ class Request(Outcome[Arrays]):
         self._views = plan.simple_outputs
         self._parts: Parts | None = None
         self.workers: dict[int, int] = {}
-        self._value: Arrays | None = None
+        self._value = None
         self.wanted = call.outputs
 
     def preset(self) -> None:

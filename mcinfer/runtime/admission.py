@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
 from mcinfer.requests.frames import IdleFrames
-from mcinfer.requests.request import Outcome, Promise, Request
+from mcinfer.requests.request import Outcome, Request
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 
@@ -37,7 +37,7 @@ _PERIOD = 15.0
 """What was in use counts for one to two periods of so many seconds."""
 
 
-class Allocation(Promise[list[Slot]]):
+class Allocation(Outcome[list[Slot]]):
     """A caller that waits for memory; with a block, if it has made one because the arena needed it."""
 
     __slots__ = ("block", "called", "line", "sizes", "timeout")

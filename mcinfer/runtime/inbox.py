@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from mcinfer.config import Device, Limits
 from mcinfer.errors import ClosedError, McinferError, PredictTimeoutError, QueueFullError
 from mcinfer.requests.planner import Place
-from mcinfer.requests.request import Outcome, Promise, Request
+from mcinfer.requests.request import Outcome, Request
 from mcinfer.runtime.admission import Admission, Allocation, refuse
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.shm.arena import Arena, SharedBlock, Slot
@@ -38,7 +38,7 @@ _CALLER_PATIENCE = 5.0  # seconds past its deadline that a caller waits for the 
 _LOOP_PATIENCE = 60.0  # seconds that a question to the loop waits for its answer
 
 
-class Question(Promise[T]):
+class Question(Outcome[T]):
     """A function for the loop to call."""
 
     __slots__ = ("_function",)
@@ -147,7 +147,7 @@ class Inbox:
             near = self.admission.scheduler.table.in_flight + len(self.items) >= limits.queue
             if near or self.admission.places.waiting or limits.queue_bytes is not None:
                 self.check_wait()
-                request.entered = Promise[None]()
+                request.entered = Outcome[None]()
         self.items.append(request)
         if self.asleep:
             self.ring()

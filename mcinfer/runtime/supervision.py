@@ -35,7 +35,7 @@ from mcinfer.protocol import (
     Preparing,
 )
 from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
-from mcinfer.requests.request import Promise
+from mcinfer.requests.request import Outcome
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
@@ -149,7 +149,7 @@ class Supervision:
         self.scheduler: Scheduler
         self.poll: select.epoll
         self.news: deque[Callable[[], object]] = deque()
-        self.started = Promise[BuildFinish]()
+        self.started = Outcome[BuildFinish]()
         self.failure: McinferError | None = None
         self.serving = 0
         self.at_once = 0
@@ -160,7 +160,7 @@ class Supervision:
         self._inbox = inbox
         self._delivery = delivery
         self._limits = rules.limits
-        self._restarted: Promise[None] | None = None
+        self._restarted: Outcome[None] | None = None
         self._notes: set[str] = set()
         self._lost_at: float | None = None  # when the pool ceased to be ready, until it is again
         self._oom_kills: dict[int, int] = {}  # by worker: at its start
@@ -430,7 +430,7 @@ class Supervision:
     def wait_ready(self, timeout: float) -> Health:
         """See `Master.wait_ready`."""
         end = monotonic() + timeout
-        pause = Promise[None]()
+        pause = Outcome[None]()
         while True:
             health = self._inbox.ask(self.take_health)
             left = end - monotonic()
@@ -479,7 +479,7 @@ class Supervision:
     def restart_workers(self, timeout: float) -> None:
         """See `Master.restart_workers`."""
         end = monotonic() + timeout
-        own = Promise[None]()
+        own = Outcome[None]()
         try:
             while True:
                 restarted = self._inbox.ask(partial(self._restart, own))
@@ -490,7 +490,7 @@ class Supervision:
         finally:
             self._inbox.post(Question(partial(self._forget_restart, own)))
 
-    def _restart(self, own: Promise[None]) -> Promise[None]:
+    def _restart(self, own: Outcome[None]) -> Outcome[None]:
         """Begin to replace all workers, unless that is in progress; the restart to wait for."""
         if self._restarted is not None and not self._restarted.settled:
             return self._restarted
@@ -502,7 +502,7 @@ class Supervision:
             raise
         return own
 
-    def _forget_restart(self, restarted: "Promise[None]") -> None:
+    def _forget_restart(self, restarted: "Outcome[None]") -> None:
         """The caller of the restart does not wait any more: replace no further workers."""
         if restarted is self._restarted:
             self._restarted = None  # its error's traceback leads to the master
