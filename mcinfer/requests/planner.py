@@ -444,10 +444,11 @@ class Planner:
 
         What a new request has taken is not copied again: an array over its memory keeps that.
         """
-        found: list[Any] = []
-        for i, array in enumerate(self.arrays(inputs)):
-            mine = array if is_leased(array) else request.taken(i) if request is not None else None
-            found.append(np.array(array) if mine is None else mine)
+        found = self.arrays(inputs)
+        for i, array in enumerate(found):
+            if not is_leased(array):
+                mine = None if request is None else request.taken(i)
+                found[i] = np.array(array) if mine is None else mine
         return found
 
     def arrays(self, inputs: Inputs) -> list[Any]:
