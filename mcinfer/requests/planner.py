@@ -320,14 +320,15 @@ class Planner:
         arrays = self.arrays(call.inputs)
         pieces = call.pieces if call.split_state.settled else 1
         target: Place | None = call.outputs_on
-        on_device, spots = target, dict[int, Spot]()
+        on_device = target
+        found: dict[int, Spot] = {}
         for i, array in enumerate(arrays):
             if array.base is None:
                 continue
             if type(array) is not np.ndarray:
                 on_device = array.base
             elif (spot := self.place.find(array)) is not None:
-                spots[i] = spot
+                found[i] = spot
         state = None if call.apart else call.split_state
         shapes = tuple(map(_shape, arrays))
         version = 0 if state is None else state.number
@@ -338,15 +339,15 @@ class Planner:
             request = make(plan, call, (), (), None, frozenset())
             request.preset()
             return request
-        found: dict[int, Spot] = {}
         outputs: Lease | None = None
-        if spots or on_device is not None:
+        if found or on_device is not None:
+            layouts = plan.inputs.layouts
+            found = {i: at for i, at in found.items() if (lay := layouts[i]) and lay.contiguous}
             if on_device is not None:
                 end = monotonic() + timeout
-                found, outputs = on_device.bring(arrays, plan, call, timeout)
+                brought, outputs = on_device.bring(arrays, plan, call, timeout)
+                found |= brought
                 timeout = max(0.0, end - monotonic())
-            layouts = plan.inputs.layouts
-            found |= {i: at for i, at in spots.items() if (lay := layouts[i]) and lay.contiguous}
             if found:
                 key = (*key, *sorted(found))
                 plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, state, found)
