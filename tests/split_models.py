@@ -79,7 +79,7 @@ class Model:
             )
             if answer is not None:
                 return answer
-        if not known.settled:
+        if not known.split.settled:
             return self.run(arrays)
         try:
             return self._run_split(arrays, known, pieces)
@@ -372,8 +372,8 @@ def check_functions(numbers: range, seed: int) -> tuple[Counter[str], list[str]]
         spec, function, inputs = make_function(seed, number)
         model = Model(spec, function)
         outcome = compare(model, make_requests(inputs, seed, number))
-        known = model.splitter.state
-        counts["undecided" if not known.settled else "split" if known.splits else "whole"] += 1
+        splits = model.splitter.state.splits
+        counts["split" if splits else "whole" if model.split.settled else "undecided"] += 1
         counts.update(
             answered=outcome.answered,
             refused=outcome.refused,
@@ -382,5 +382,5 @@ def check_functions(numbers: range, seed: int) -> tuple[Counter[str], list[str]]
         )
         if outcome.wrong:
             wrong = "\n".join(outcome.wrong)
-            findings.append(f"function {number} of seed {seed}\n{spec}\n{known.split}\n{wrong}")
+            findings.append(f"function {number} of seed {seed}\n{spec}\n{model.split}\n{wrong}")
     return counts, findings

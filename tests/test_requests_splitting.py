@@ -139,7 +139,7 @@ def test_rows_that_depend_on_each_other_run_whole(
         assert all(np.array_equal(answer[name], function(x)[name]) for name in names)
     assert model.runs == 4 + 2  # whole and three pieces, then whole
     assert not model.split.splits
-    assert model.splitter.state.settled
+    assert model.split.settled
     assert model.split.checked
     assert model.split.inputs == {"x": None}
     assert len(warnings()) == 1
@@ -219,9 +219,9 @@ def test_request_that_shows_nothing_in_three_tries_has_all_run_whole(warnings: W
 
     model = Model(DECLARED, constant)
     for left in (2, 1, 0):
-        assert not model.splitter.state.settled
+        assert not model.split.settled
         model.ask(random(4, 3))
-        assert model.splitter.state.settled == (left == 0)
+        assert model.split.settled == (left == 0)
     model.runs = 0
     model.ask(random(4, 3))
     assert (model.runs, model.split.splits) == (1, False)
@@ -243,7 +243,7 @@ def test_rows_that_cannot_be_made_leave_the_next_request_to_show_it() -> None:
 
     model = Model(DECLARED, picky)
     model.ask(random(1, 3))
-    assert not model.splitter.state.settled
+    assert not model.split.settled
     model.ask(1000 * np.ones((1, 3), np.float32))
     assert model.split.splits
 
@@ -253,7 +253,7 @@ def test_output_of_equal_rows_joins_where_a_symbol_declares_it() -> None:
         spec = spec_of({"x": ("batch", 3)}, {"y": ("batch", 3), "count": (size, 1)})
         model = Model(spec, lambda x: {"y": 2 * x, "count": np.full((len(x), 1), 3)})
         model.ask(random(4, 3))
-        assert model.splitter.state.settled is decides
+        assert model.split.settled is decides
 
 
 def test_single_row_that_loses_the_batch_has_all_run_whole() -> None:
@@ -302,7 +302,7 @@ def test_inputs_without_symbols_are_cut_together_when_another_size_agrees(
     for number, rows in enumerate((4, 4, 5)):
         z: Array = (9 * random(rows, 3, seed=1)).astype(dtype)
         model.ask(random(rows, 3), z)
-        assert model.splitter.state.settled is (number + 1 >= requests)
+        assert model.split.settled is (number + 1 >= requests)
     assert model.split.inputs == {"x": 0, "z": 0}
     declared = spec_of({"x": ("n", 3), "z": ("n", 3)}, {"y": free})
     model = Model(declared, lambda x, z: {"y": x + z})
@@ -351,7 +351,7 @@ def test_look_that_its_caller_cancels_costs_no_try(warnings: Warned) -> None:
     model.before = cancel
     for _ in range(5):
         model.ask(random(4, 3))
-    assert not model.splitter.state.settled
+    assert not model.split.settled
     assert not warnings()
     model.before = lambda *_: None
     model.ask(random(4, 3))
@@ -422,7 +422,7 @@ def test_said_axis_counts_for_an_output_without_elements() -> None:
 
 def test_everything_said_to_go_whole_needs_no_request_and_no_warning(warnings: Warned) -> None:
     model = Model(DECLARED, double, {"x": None})
-    assert model.splitter.state.settled
+    assert model.split.settled
     model.splitter.warn_if_whole()
     model.ask(random(4, 3))
     assert model.runs == 1
@@ -483,7 +483,7 @@ def test_whole_run_that_fails_is_the_callers_error_where_nothing_says_how_to_spl
     with pytest.raises(PredictError, match="no memory"):
         model.ask(random(4, 3))
     assert model.runs == 1
-    assert not model.splitter.state.settled
+    assert not model.split.settled
     assert not model.splitter.busy
 
 
@@ -499,7 +499,7 @@ def test_worker_that_dies_in_the_check_costs_the_check_and_not_the_request(
 
     model.before = die
     assert np.array_equal(model.ask(random(4, 3))["y"], 2 * random(4, 3))
-    assert not model.splitter.state.settled
+    assert not model.split.settled
     assert "its pieces were not answered (worker 1 was killed)" in warnings()[0]
     model.ask(random(4, 3))
     assert model.splitter.state.splits
@@ -546,7 +546,7 @@ def test_split_that_a_request_contradicts_is_withdrawn(warnings: Warned) -> None
     for _ in range(2):
         model.splitter.withdraw("output 'y' joins along axis 0, and did not")
     assert not model.splitter.state.splits
-    assert model.splitter.state.settled
+    assert model.split.settled
     assert not model.split.checked
     assert model.split.reason == "output 'y' joins along axis 0, and did not"
     assert model.records[1:] == [None]
@@ -597,7 +597,7 @@ def test_first_request_after_the_first_update_looks_once_more() -> None:
     before = known.splitter_for(None, None, updated=False)
     look(before)
     after = known.splitter_for(None, None, updated=True)
-    assert not after.state.settled
+    assert not after.state.split.settled
     look(after, center)
     assert (before.state.splits, after.state.splits) == (True, False)
     assert known.splitter is known.splitter_for({}, None, updated=True) is after
@@ -610,7 +610,7 @@ def test_split_that_was_withdrawn_stays_so_with_other_weights() -> None:
     look(known.splitter)
     known.splitter.withdraw("output 'y' joins along axis 0, and did not")
     after = known.splitter_for(None, None, updated=True)
-    assert (after.state.settled, after.state.splits) == (True, False)
+    assert (after.state.split.settled, after.state.splits) == (True, False)
 
 
 def test_axes_of_a_call_are_learned_by_themselves() -> None:

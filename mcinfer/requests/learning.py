@@ -130,7 +130,8 @@ class Learner:
 
     def may_look(self, call: Call) -> bool:
         """Whether `try_answer` may answer this call, which takes several runs."""
-        if call.split_state.settled or call.splitter.busy or not (call.pieces > 1 or self.joins):
+        is_open = not (call.split_state.split.settled or call.splitter.busy)
+        if not is_open or not (call.pieces > 1 or self.joins):
             return False
         call.inputs = arrays = self.planner.arrays(call.inputs)
         return all(0 not in array.shape for array in arrays)

@@ -318,7 +318,7 @@ class Planner:
                 too long.
         """
         arrays = self.arrays(call.inputs)
-        pieces = call.pieces if call.split_state.settled else 1
+        pieces = call.pieces if call.split_state.split.settled else 1
         target: Place | None = call.outputs_on
         on_device = target
         found: dict[int, Spot] = {}

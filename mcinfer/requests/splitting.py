@@ -73,14 +73,12 @@ class SplitState:
     """What is known of the split at one moment.
 
     Attributes:
-        settled: Whether it is final.
-        splits: Whether requests are split: it is settled, and `Split.splits`.
+        splits: Whether requests are split: the split is settled, and `Split.splits`.
         rescues: Whether a split request that fails may be answered by a whole run.
         number: Another one for each, to keep plans apart.
     """
 
     split: Split
-    settled: bool
     splits: bool
     rescues: bool
     number: int
@@ -158,7 +156,6 @@ class Splitter:
         splits = settled and split.splits
         self.state = SplitState(
             split=replace(split, settled=settled),
-            settled=settled,
             splits=splits,
             rescues=splits and not self._is_fixed,
             number=next(_numbers),
@@ -182,7 +179,7 @@ class Splitter:
             McinferError: The whole run failed, and so did `split_run`, which runs it as the user or the
                 model's symbols say.
         """
-        if self.state.settled or not self._looking.acquire(blocking=False):
+        if self.state.split.settled or not self._looking.acquire(blocking=False):
             return None
         try:
             try:
@@ -193,7 +190,7 @@ class Splitter:
                 # Pieces may fit into the devices' memory where the whole does not.
                 split = replace(self._first, settled=True)
                 with suppress(McinferError):
-                    answer = split_run(replace(self.state, split=split, settled=True, splits=True))
+                    answer = split_run(replace(self.state, split=split, splits=True))
                     self._believe(f"a run of the whole batch failed, its pieces did not ({exc})")
                     return answer
                 raise
@@ -223,7 +220,7 @@ class Splitter:
     def warn_if_whole(self) -> None:
         """Say once why a request that may have rows is not split."""
         state, split = self.state, self.state.split
-        if state.settled and not (state.splits or self._is_fixed or self._is_said_whole):
+        if split.settled and not (state.splits or self._is_fixed or self._is_said_whole):
             self.warn(split.reason or f"output {split.unjoined[0]!r}: its axis is not known")
 
     def warn(self, reason: str) -> None:
@@ -265,7 +262,7 @@ class Splitter:
 
     def _leave_open(self, reason: str) -> None:
         """A request shows nothing: others may, or the user's word counts, or all run whole from now on."""
-        if self.state.settled:
+        if self.state.split.settled:
             return  # the symbols decide (`verify`)
         self._looks_left -= 1
         if self.said.inputs and self._first.splits:
