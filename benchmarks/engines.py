@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py [--quick] [--only PART] [--write docs/openvino.md]
 
-It needs ``pip install 'mcinfer[cpu,onnx,openvino]'``. Three models: the example's UNet `small`, an encoder,
+It needs ``pip install onnx openvino``. Three models: the example's UNet `small`, an encoder,
 and MobileNetV2's structure. *latency*: one caller whose batch of two is split over two workers, over one
 session of ONNX Runtime with all cores, and how far the answers differ. *throughput*: requests of one row from
 eight callers, over what ``benchmark_app -hint throughput`` answers. *memory*: of the workers, and of one

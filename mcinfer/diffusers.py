@@ -38,17 +38,18 @@ from mcinfer.errors import (
     InvalidInputError,
     MissingDependencyError,
     quotable,
-    requires,
     shortened,
 )
+from mcinfer.extras import requires
 from mcinfer.master import Master
 from mcinfer.private import SerializableModel, alone_in, opened_folder
 from mcinfer.specs import TensorSpec
 
 with requires(
-    "mcinfer.diffusers needs the packages diffusers and torch: pip install 'mcinfer[diffusers]'",
+    "mcinfer.diffusers needs the packages diffusers and torch",
     "diffusers",
     "torch",
+    extra="diffusers",
 ):
     import diffusers
     import torch
@@ -687,9 +688,15 @@ def _write(traced: _Traced, module: Any, folder: Path) -> Path:
         tempfile.TemporaryDirectory(prefix=".mcinfer-", dir=place) as name,
     ):
         new = Path(name)
-        needs = "export needs the packages onnx and onnxscript: pip install 'mcinfer[diffusers]'"
+        needs = requires(
+            "export needs the packages onnx and onnxscript",
+            "onnx",
+            "onnx_ir",
+            "onnxscript",
+            extra="diffusers",
+        )
         try:
-            with warnings.catch_warnings(), requires(needs, "onnx", "onnx_ir", "onnxscript"):
+            with warnings.catch_warnings(), needs:
                 # Inputs share names of dimensions, as they should; and a warning within PyTorch itself.
                 warnings.filterwarnings("ignore", ".*axis name: .* will not be used", UserWarning)
                 warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)

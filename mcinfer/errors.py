@@ -24,7 +24,6 @@
 """
 
 import collections.abc
-import contextlib
 import re
 
 _ABOUT_ONE = re.compile(
@@ -118,21 +117,6 @@ class WeightAccessError(McinferError, PermissionError):
 
 class MissingDependencyError(McinferError, ImportError):
     """An optional package is needed and not installed; the text says what to install."""
-
-
-@contextlib.contextmanager
-def requires(text: str, *packages: str) -> collections.abc.Iterator[None]:
-    """Raise `MissingDependencyError` with this text if an import within finds one of these packages missing.
-
-    Other errors pass as they are: a package that is there and broken, one that lacks another package, or a
-    file of the program's with the name of a module that the package imports.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] not in packages:
-            raise
-        raise MissingDependencyError(text if len(packages) == 1 else f"{text} ({exc})") from exc
 
 
 # Texts of errors.

@@ -108,7 +108,7 @@ class Master:
             decide.
         parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
             device gets a slice of its weights, and a group of devices answers a request together. It needs
-            the package onnx (``pip install 'mcinfer[onnx]'``). None: every device has the whole model.
+            the package onnx (``pip install onnx``). None: every device has the whole model.
 
     Raises:
         InvalidInputError: An argument is invalid.

@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices, share_cores
-from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError, requires
+from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
+from mcinfer.extras import requires
 from mcinfer.machine import usable_cpus, whole_cpus
 from mcinfer.master import Master
 from mcinfer.private import SerializableModel
@@ -41,7 +42,7 @@ from mcinfer.requests.tensors import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.statistics import Health, Statistics
 
-with requires("mcinfer.ray needs the package ray: pip install 'mcinfer[ray]'", "ray"):
+with requires("mcinfer.ray needs the package ray", "ray", extra="ray"):
     import ray
 
 _log = logging.getLogger("mcinfer.ray")
@@ -609,8 +610,8 @@ def deployment(
         MissingDependencyError: Ray Serve is not installed.
         InvalidInputError, TypeError: An option is invalid.
     """
-    needs = "mcinfer.ray.deployment needs Ray Serve: pip install 'mcinfer[ray]'"
-    with requires(needs, "ray", "fastapi", "starlette", "uvicorn"):
+    packages = ("ray", "fastapi", "starlette", "uvicorn")
+    with requires("mcinfer.ray.deployment needs Ray Serve", *packages, extra="ray"):
         from ray import serve
     _names("outputs", outputs)
     _check_options({"batch_axes": batch_axes, **master_options})

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mcinfer.errors import BuildError, InvalidInputError, requires
+from mcinfer.errors import BuildError, InvalidInputError
+from mcinfer.extras import requires
 
 Dimension = int | str | None
 """A fixed size, a symbol whose size a run decides, or None: free and without a name."""
@@ -73,8 +74,8 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
         return np.dtype(object)
     with suppress(TypeError):
         return np.dtype(name)
-    needs = f"element type {name} needs the package ml_dtypes: pip install 'mcinfer[ml-dtypes]'"
-    with requires(needs, "ml_dtypes"):
+    needs = f"element type {name} needs the package ml_dtypes"
+    with requires(needs, "ml_dtypes", extra="ml-dtypes"):
         import ml_dtypes
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
     return dtype

@@ -104,7 +104,7 @@ def test_gpus_that_cannot_be_used_or_shared_are_a_warning(monkeypatch: pytest.Mo
         ("", None, "12.8", "/mps", "ok", "MPS runs, in /mps"),
         ("", CUDA, "", None, "ok", "driver 580.65; no MPS"),
         ("", CUDA, "12.8", None, "warning", "a driver that serves CUDA 13"),
-        ("", PLAIN, "12.8", None, "warning", "no CUDAExecutionProvider", "'mcinfer[gpu]'"),
+        ("", PLAIN, "12.8", None, "warning", "no CUDAExecutionProvider", "'onnxruntime-gpu>="),
         ("Default", CUDA, "13.0", None, "ok", "cuda:1: H200, compute mode Default"),
         ("Exclusive", CUDA, "13.0", None, "warning", "process alone may use cuda:1: ", "or MPS"),
         ("Exclusive", CUDA, "13.0", "/mps", "ok"),

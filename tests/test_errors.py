@@ -1,43 +1,14 @@
 """Tests of mcinfer/errors.py."""
 
-import importlib
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import (
-    MissingDependencyError,
     printable,
     quotable,
-    requires,
     say_once,
     shortened,
 )
-
-
-@pytest.mark.parametrize(
-    ("content", "raised"),
-    [
-        (None, "needs it"),
-        ("import wanted_package.no_such_part", "needs it"),
-        ("from inspect import of_the_program", "cannot import name 'of_the_program'"),
-        ("import no_such_other_package", "No module named 'no_such_other_package'"),
-        ("raise ImportError('libwanted.so: cannot open')", "libwanted.so: cannot open"),
-        ("raise ModuleNotFoundError('of no name')", "of no name"),
-    ],
-)
-def test_only_a_package_that_is_not_there_is_said_to_be_missing(
-    content: str | None, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if content is not None:
-        (tmp_path / "wanted_package").mkdir()
-        (tmp_path / "wanted_package" / "__init__.py").write_text(content)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=raised) as caught, requires("needs it", "wanted_package"):
-        importlib.import_module("wanted_package")
-    assert isinstance(caught.value, MissingDependencyError) == (raised == "needs it")
 
 
 @given(st.text(st.characters()))  # surrogates too, which files' names may have

@@ -86,4 +86,4 @@ def test_without_ml_dtypes_the_error_says_what_to_install() -> None:
         check=True,
         timeout=30,
     )
-    assert "bfloat16 needs the package ml_dtypes: pip install 'mcinfer[ml-dtypes]'" in run.stdout
+    assert "bfloat16 needs the package ml_dtypes: pip install 'ml_dtypes>=0.5'" in run.stdout

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from mcinfer.errors import InvalidInputError, requires
+from mcinfer.errors import InvalidInputError
+from mcinfer.extras import requires
 
 VERSION = 1
 
@@ -176,8 +177,7 @@ class Report:
 
 
 def _adapter() -> Any:
-    needs = "to read benchmark files takes the package pydantic: pip install 'mcinfer[bench]'"
-    with requires(needs, "pydantic"):
+    with requires("to read benchmark files takes the package pydantic", "pydantic", extra="bench"):
         from pydantic import TypeAdapter
 
     return TypeAdapter(Report)

@@ -54,8 +54,8 @@ from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
     ProtocolError,
-    requires,
 )
+from mcinfer.extras import requires
 
 MEMORY_VARIABLE = "MCINFER_CARD_MEMORY"
 """Environment variable: ``descriptors`` or ``handles``, in place of what the card supports best."""
@@ -741,9 +741,7 @@ def model_of(device: Device) -> str:
 
 
 def _driver() -> Any:
-    with requires(
-        "NVIDIA cards need the package cuda-bindings: pip install 'mcinfer[gpu]'", "cuda"
-    ):
+    with requires("NVIDIA cards need the package cuda-bindings", "cuda", extra="gpu"):
         return import_module("cuda.bindings.driver")
 
 

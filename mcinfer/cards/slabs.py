@@ -28,8 +28,8 @@ from mcinfer.errors import (
     InvalidInputError,
     MissingDependencyError,
     WeightAccessError,
-    requires,
 )
+from mcinfer.extras import install, requires
 from mcinfer.model_cache.onnx_files import external_files, open_regular, scan
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES
@@ -37,7 +37,7 @@ from mcinfer.specs import ELEMENT_TYPES
 _STAGING_BYTES = 8 << 20
 """One of two buffers: while the card copies from one, the files are read into the other."""
 
-_NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards: pip install 'mcinfer[gpu]'"
+_NEEDS_RUNTIME = "weights on a card need ONNX Runtime for cards"
 
 _NAMES = {
     element.onnx: name for name, element in ELEMENT_TYPES.items() if not name.startswith("complex")
@@ -159,12 +159,12 @@ class OpenSlab:
         Raises:
             MissingDependencyError: ONNX Runtime is not installed, or not the one for cards.
         """
-        with requires(_NEEDS_RUNTIME, "onnxruntime"):
+        with requires(_NEEDS_RUNTIME, "onnxruntime", extra="gpu"):
             import onnxruntime as ort
         on_card = "CUDAExecutionProvider" in ort.get_available_providers()
         tensors = self.tensors(on_host=not on_card)
         if tensors is None:
-            raise MissingDependencyError(_NEEDS_RUNTIME)
+            raise MissingDependencyError(f"{_NEEDS_RUNTIME}: {install('gpu')}")
         values = runtime_values(tensors, ort.OrtValue.from_dlpack)
         for name, value in values.items():
             session_options.add_initializer(name, value)

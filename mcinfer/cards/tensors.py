@@ -41,8 +41,8 @@ from mcinfer.errors import (
     InvalidInputError,
     PredictTimeoutError,
     QueueFullError,
-    requires,
 )
+from mcinfer.extras import requires
 from mcinfer.requests.frames import Lease, Plan
 from mcinfer.requests.planner import Inbox, Place, Spot, lease, output_frame
 from mcinfer.requests.request import Call, Parts, Request, pick
@@ -445,7 +445,7 @@ def cupy() -> Any:
     Raises:
         MissingDependencyError: It is not installed.
     """
-    with requires("arrays on a card need the package cupy: pip install 'mcinfer[cupy]'", "cupy"):
+    with requires("arrays on a card need the package cupy", "cupy", extra="cupy"):
         import cupy as found
     return found
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError, printable
+from mcinfer.extras import install
 from mcinfer.private import fill_streams, naming_limit
 from mcinfer.process import LOG_FORMAT
 
@@ -67,7 +68,7 @@ def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
         with _prefixed_log(), _signals_as_interrupts(came), naming_limit():
             if find_spec("typer") is None:
                 raise MissingDependencyError(
-                    "the command line needs the package typer: pip install 'mcinfer[cli]'"
+                    f"the command line needs the package typer: {install('cli')}"
                 )
             from mcinfer.cli.app import call
 

@@ -39,6 +39,7 @@ from mcinfer.config import (
     share_cores,
 )
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
+from mcinfer.extras import install
 from mcinfer.machine import Gpu
 from mcinfer.process import command, environment, import_path
 
@@ -150,7 +151,7 @@ def examine() -> Iterator[Finding]:
         try:
             yield from look()
         except ModuleNotFoundError as exc:
-            yield Finding(name, str(exc), problem="pip install 'mcinfer[cli]'")
+            yield Finding(name, str(exc), problem=install("cli"))
         except (ImportError, McinferError, OSError) as exc:  # such as no descriptor to look with
             found = str(exc) if advice else f"cannot be looked at: {exc}"
             yield Finding(name, found, problem=advice or "see the checks before")
@@ -542,7 +543,7 @@ def look_at_runtime() -> Iterator[Finding]:
             yield Finding("onnxruntime", str(runtime).removeprefix("onnxruntime "))
     except EngineError as exc:
         advice = (
-            "pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs, not both; "
+            f"{install('cpu')}, or {install('gpu')} for NVIDIA GPUs, not both; "
             "before that pip uninstall onnxruntime onnxruntime-gpu, if one is broken"
         )
         yield Finding("onnxruntime", str(exc), problem=advice)
@@ -560,7 +561,7 @@ def look_at_openvino() -> Iterator[Finding]:
         version, names = _answer(_ASK_OPENVINO, "openvino cannot be imported")
         yield Finding("openvino", f"{version} has: {', '.join(names)}")
     except EngineError as exc:
-        advice = "pip install --force-reinstall 'mcinfer[openvino]', or pip uninstall openvino"
+        advice = "pip install --force-reinstall openvino, or pip uninstall openvino"
         yield Finding("openvino", str(exc), warning=advice)
 
 
@@ -626,7 +627,7 @@ def judge_gpus(gpus: Sequence[Gpu], driver: Driver, runtime: InstalledRuntime | 
     doubt = gpu_order_doubt(len(gpus))
     text = "; ".join(filter(None, [*map(str, gpus), str(driver), doubt]))
     if runtime is not None and runtime.without_cuda:
-        advice = "to use them: pip uninstall onnxruntime, then pip install 'mcinfer[gpu]'"
+        advice = f"to use them: pip uninstall onnxruntime, then {install('gpu')}"
         return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
     advice, cure = "", "nvidia-smi --compute-mode=DEFAULT, which takes root"
     served, built = (

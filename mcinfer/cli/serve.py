@@ -20,7 +20,8 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.config import Limits, Timeouts
-from mcinfer.errors import InvalidInputError, McinferError, requires
+from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.extras import requires
 
 
 def parse_devices_of(text: str) -> tuple[str, int | list[str]]:
@@ -104,7 +105,6 @@ def serve(
     files = _named(models or [], name or [])
     if not files and repository is None:
         raise typer.BadParameter("expected a MODEL or more, or --repository FOLDER")
-    text = "'mcinfer serve' needs further packages: pip install 'mcinfer[serve]'"
     packages = (
         "google",
         "httptools",
@@ -115,7 +115,7 @@ def serve(
         "uvicorn",
         "uvloop",
     )
-    with requires(text, *packages):
+    with requires("'mcinfer serve' needs further packages", *packages, extra="serve"):
         from asyncio import Runner
 
         import uvloop

@@ -19,7 +19,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from mcinfer.errors import InvalidInputError, requires
+from mcinfer.errors import InvalidInputError
+from mcinfer.extras import requires
 from mcinfer.serve.http import make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models
@@ -301,7 +302,7 @@ async def _grpc_server(service: Service, endpoint: Endpoint) -> tuple[Any, int]:
     """A server of gRPC that has begun, and its port; None and 0 if none is asked for."""
     if endpoint.grpc_port is None:
         return None, 0
-    with requires("--grpc-port needs the package grpcio: pip install 'mcinfer[grpc]'", "grpc"):
+    with requires("--grpc-port needs the package grpcio", "grpc", extra="grpc"):
         import grpc
 
         from mcinfer.serve.grpc import add_service

@@ -38,6 +38,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     PredictError,
 )
+from mcinfer.extras import install
 from mcinfer.private import PrivateFolder
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
@@ -151,7 +152,7 @@ def _start_runtime(threads: int, inter_op_threads: int | None) -> Any:
     """Start MindSpore on the CPU; a second call with another number of threads raises `BuildError`."""
     if find_spec("mindspore") is None:
         raise MissingDependencyError(
-            "engine mindspore needs the package mindspore: pip install 'mcinfer[mindspore]'"
+            f"engine mindspore needs the package mindspore: {install('mindspore')}"
         )
     if "mindspore" not in sys.modules:
         # Its OpenMP reads this when it is loaded, and never again.

@@ -14,7 +14,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mcinfer.engines.base import ArrayEngine, EngineRequest
-from mcinfer.errors import BuildError, PredictError, requires
+from mcinfer.errors import BuildError, PredictError
+from mcinfer.extras import requires
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
 with requires(

@@ -57,9 +57,9 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
-    requires,
     shortened,
 )
+from mcinfer.extras import requires
 from mcinfer.model_cache import FOLDER_KEY, onnx_files
 from mcinfer.model_cache.cache import MODEL_FILE
 from mcinfer.model_cache.children import Progress
@@ -79,8 +79,9 @@ from mcinfer.specs import (
 )
 
 with requires(
-    "engine onnxruntime needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs",
+    "engine onnxruntime needs ONNX Runtime (for NVIDIA GPUs its package onnxruntime-gpu)",
     "onnxruntime",
+    extra="cpu",
 ):
     without_telemetry()
     import onnxruntime as ort

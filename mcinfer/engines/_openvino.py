@@ -56,9 +56,9 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
-    requires,
     shortened,
 )
+from mcinfer.extras import requires
 from mcinfer.model_cache import is_large
 from mcinfer.model_cache.cache import ABOUT_FILE, Cache, CacheUnusableError
 from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
@@ -70,7 +70,7 @@ from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy
 if _hidden := "openvino_telemetry" not in sys.modules:
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment] # an import of it then fails
 try:
-    with requires("engine openvino needs OpenVINO: pip install 'mcinfer[openvino]'", "openvino"):
+    with requires("engine openvino needs OpenVINO", "openvino", extra="openvino"):
         import openvino as ov
 finally:
     if _hidden:

@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator
 
 from mcinfer import __version__
-from mcinfer.errors import InvalidInputError, requires
+from mcinfer.errors import InvalidInputError
+from mcinfer.extras import requires
 from mcinfer.statistics import RequestTrace, ShardTrace, TraceHook
 
 with requires(
-    "mcinfer.exporters.opentelemetry needs the package opentelemetry-api: "
-    "pip install 'mcinfer[opentelemetry]'",
+    "mcinfer.exporters.opentelemetry needs the package opentelemetry-api",
     "opentelemetry",
+    extra="opentelemetry",
 ):
     from opentelemetry import trace
     from opentelemetry.util.types import AttributeValue

@@ -13,15 +13,16 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, get_args
 
-from mcinfer.errors import ClosedError, InvalidInputError, requires
+from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.extras import requires
 from mcinfer.master import Master
 from mcinfer.protocol import WorkerState
 from mcinfer.statistics import HealthState, Histogram, Statistics
 
 with requires(
-    "mcinfer.exporters.prometheus needs the package prometheus_client: "
-    "pip install 'mcinfer[prometheus]'",
+    "mcinfer.exporters.prometheus needs the package prometheus_client",
     "prometheus_client",
+    extra="prometheus",
 ):
     from prometheus_client.core import (
         CounterMetricFamily,

@@ -30,8 +30,8 @@ from mcinfer.errors import (
     BuildError,
     EngineError,
     InvalidInputError,
-    requires,
 )
+from mcinfer.extras import requires
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import scan
@@ -311,7 +311,7 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
     new ones, the engine refuses the model, except for a Reshape to a constant, which is refused here: ONNX
     Runtime (1.31) notices it in the run.
     """
-    with requires("changing a model takes the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
+    with requires("changing a model takes the package onnx", "onnx", extra="onnx"):
         import onnx
         import onnx.shape_inference
     try:

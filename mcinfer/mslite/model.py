@@ -280,7 +280,7 @@ class Model:
         """Set the shapes of inputs: `inputs` are some of `get_inputs`, or tensors of those names.
 
         Sizes that the model leaves open are only noted: `predict` takes any. A model with fixed sizes is
-        built again with the new ones, if its graph allows that; this takes the extra ``mcinfer[onnx]``.
+        built again with the new ones, if its graph allows that; this takes the package onnx.
 
         Raises:
             TypeError: An argument is of another type.

@@ -5,12 +5,13 @@ An `InferenceSession` runs in this process, or with ``devices=`` on worker proce
 
 from typing import Any
 
-from mcinfer.errors import requires
+from mcinfer.extras import requires
 from mcinfer.process import without_telemetry
 
 with requires(
-    "mcinfer.ort needs ONNX Runtime: pip install 'mcinfer[cpu]', or 'mcinfer[gpu]' for NVIDIA GPUs",
+    "mcinfer.ort needs ONNX Runtime (for NVIDIA GPUs its package onnxruntime-gpu)",
     "onnxruntime",
+    extra="cpu",
 ):
     without_telemetry()
     import onnxruntime

@@ -41,15 +41,13 @@ from mcinfer.errors import (
     MissingDependencyError,
     RankDiedError,
     printable,
-    requires,
     shortened,
 )
+from mcinfer.extras import requires
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
 from mcinfer.ranks.collectives.operations import Signature, cell_of, difference, text_in
 
-with requires(
-    "collectives of the backend mpi need the package mpi4py: pip install 'mcinfer[mpi]'", "mpi4py"
-):
+with requires("collectives of the backend mpi need the package mpi4py", "mpi4py", extra="mpi"):
     try:
         from mpi4py import MPI
     except ModuleNotFoundError:

@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.config import Parallel
-from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError, requires
+from mcinfer.errors import BuildError, InvalidInputError, ModelNotFoundError
+from mcinfer.extras import requires
 from mcinfer.machine import usable_memory
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.private import OthersError, in_words, inherited, naming_limit, opened_place
 
-with requires("cutting a model needs the package onnx: pip install 'mcinfer[onnx]'", "onnx"):
+with requires("cutting a model needs the package onnx", "onnx", extra="onnx"):
     from onnx import ModelProto
 
 from mcinfer.ranks.slicing.graphs import (

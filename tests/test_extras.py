@@ -1,0 +1,91 @@
+"""Tests of mcinfer/extras.py."""
+
+import importlib
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mcinfer.errors import MissingDependencyError
+from mcinfer.extras import install, requires
+
+REQUIRES = [
+    "numpy>=2",
+    'nothing-such>=1.5; extra == "cli"',
+    'pytest>=1; extra == "cli"',
+    'neither; extra == "ml-dtypes"',
+    'absent[data,serve]>=2; extra == "serve"',
+    'mcinfer[cli,ml-dtypes]; extra == "serve"',
+    'pytest<99; extra == "there"',
+]
+
+
+@pytest.mark.parametrize(
+    ("extra", "command"),
+    [
+        ("cli", "pip install 'nothing-such>=1.5'"),  # pytest is there
+        ("ml-dtypes", "pip install neither"),
+        ("serve", "pip install 'absent[data,serve]>=2' 'nothing-such>=1.5' neither"),
+        ("there", "pip install 'pytest<99'"),
+        ("none", "install the packages of the extra 'none' in mcinfer's setup.cfg"),
+    ],
+)
+def test_command_names_the_packages_that_are_missing_else_all(
+    extra: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: {"mcinfer": REQUIRES}[name])
+    assert install(extra) == command
+
+
+def test_every_extra_that_mcinfer_names_has_packages() -> None:
+    extras = metadata.distribution("mcinfer").metadata.get_all("Provides-Extra")
+    assert extras
+    for extra in extras:
+        assert install(extra).startswith("pip install ")
+
+
+def test_program_without_metadata_is_told_of_the_extra(tmp_path: Path) -> None:
+    package = Path(__file__).parent.parent / "mcinfer"
+    (tmp_path / "mcinfer").symlink_to(package)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import mcinfer.extras as e; print(e.install('cli'))"
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, tmp_path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    assert run.stdout == "install the packages of the extra 'cli' in mcinfer's setup.cfg\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "raised"),
+    [
+        (None, "needs it"),
+        ("import wanted_package.no_such_part", "needs it"),
+        ("from inspect import of_the_program", "cannot import name 'of_the_program'"),
+        ("import no_such_other_package", "No module named 'no_such_other_package'"),
+        ("raise ImportError('libwanted.so: cannot open')", "libwanted.so: cannot open"),
+        ("raise ModuleNotFoundError('of no name')", "of no name"),
+    ],
+)
+def test_only_a_package_that_is_not_there_is_said_to_be_missing(
+    content: str | None, raised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "wanted_package").mkdir()
+        (tmp_path / "wanted_package" / "__init__.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=raised) as caught, requires("needs it", "wanted_package"):
+        importlib.import_module("wanted_package")
+    assert isinstance(caught.value, MissingDependencyError) == (raised == "needs it")
+
+
+def test_extra_adds_the_command_and_several_modules_the_one_that_lacks() -> None:
+    needs = requires("it needs two", "wanted_a", "wanted_b", extra="onnx")
+    with pytest.raises(MissingDependencyError) as caught, needs:
+        importlib.import_module("wanted_b")
+    text = "it needs two (No module named 'wanted_b'): pip install 'onnx>="
+    assert str(caught.value).startswith(text)
