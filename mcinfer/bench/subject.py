@@ -86,7 +86,7 @@ class Subject:
         try:
             self._process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
                 command("-m", "mcinfer.bench.driver", str(theirs.fileno())),
-                env=environment(),
+                env={**environment(), "PYTHONUNBUFFERED": "1"},  # for its last words
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -37,6 +37,9 @@ class Ended:
 class Program:
     """A running program; a context manager that leaves no process behind."""
 
+    _FORKS = "ignore:This process (pid=:DeprecationWarning"
+    """Python 3.12 and later warn of every fork with threads."""
+
     def __init__(
         self,
         text: str,
@@ -60,7 +63,7 @@ class Program:
         """
         source = ["-"] if stdin else ["-c", text]
         self._process = subprocess.Popen(
-            [*command, *source, *map(str, arguments)],
+            [*command, "-W", self._FORKS, *source, *map(str, arguments)],
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
             stdin=subprocess.PIPE if stdin or talks else subprocess.DEVNULL,
