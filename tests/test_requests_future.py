@@ -1,8 +1,10 @@
 """Outcomes and their futures, with those of the standard library for comparison."""
 
 import asyncio
+import concurrent.futures._base as futures_base
 import gc
 import logging
+import re
 import signal
 import threading
 import weakref
@@ -11,6 +13,7 @@ from concurrent.futures import (
     ALL_COMPLETED,
     FIRST_COMPLETED,
     FIRST_EXCEPTION,
+    Future,
     ThreadPoolExecutor,
     wait,
 )
@@ -18,6 +21,7 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import partial
 from time import monotonic
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, TypeVarTuple
 
 import pytest
@@ -234,6 +238,21 @@ def test_callback_that_comes_while_it_is_settled_runs_once(owner: Owner) -> None
 
 
 # concurrent.futures and asyncio.
+
+
+def names_in(code: CodeType) -> set[str]:
+    nested = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+def test_private_names_that_the_standard_library_uses_of_futures_are_ours() -> None:
+    """Those that Python 3.11 to 3.14 use; a later one that uses another has it named here."""
+    modules = (vars(futures_base), vars(asyncio.futures), vars(futures_base._AcquireFutures))
+    functions = [f for names in modules for f in names.values() if isinstance(f, FunctionType)]
+    used = set[str]().union(*(names_in(function.__code__) for function in functions))
+    private = {name for name in used & {*dir(Future())} if re.match("_[a-z]", name)}
+    assert private == {"_condition", "_state", "_waiters"}
+    assert private <= vars(OutcomeFuture).keys()
 
 
 @pytest.mark.parametrize(
