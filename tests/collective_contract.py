@@ -209,4 +209,5 @@ CONTRACT: list[Callable[[Group], None]] = [
     check
     for check in [*globals().values()]
     if isfunction(check) and check.__module__ == __name__ and check not in (part, parts)
+    if check.__name__ != "__annotate__"  # the module's own, from Python 3.14 on
 ]

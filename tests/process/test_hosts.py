@@ -39,7 +39,8 @@ def test_program_without_standard_streams_prepares_and_shares_and_none_of_its_fi
     said = result.read_text(encoding="utf-8").splitlines()
     assert any("its weights are those of the entry" in line for line in said), said
     assert said.count("sum 48.0") == 2
-    assert said.count("/dev/null") == 3
+    # libffi holds itself open from `import numpy` on (3.5, of Debian sid).
+    assert all(name == "/dev/null" or ".so." in name for name in said[-3:]), said
 
 
 # Limits of the process.
