@@ -161,5 +161,5 @@ def test_reason_why_a_card_cannot_be_used_is_named() -> None:
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Card, "_opened", {})
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(MissingDependencyError, match=r"mcinfer\[gpu\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*cuda-bindings>="):
         Card.open(OWN)

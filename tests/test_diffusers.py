@@ -14,5 +14,5 @@ def test_missing_package_is_an_error_that_says_what_to_install(
 ) -> None:
     monkeypatch.delitem(sys.modules, "mcinfer.diffusers", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not there
-    with pytest.raises(MissingDependencyError, match=r"pip install 'mcinfer\[diffusers\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '?diffusers"):
         import_module("mcinfer.diffusers")

@@ -710,9 +710,9 @@ def test_without_the_runtime_the_error_says_what_to_install() -> None:
         run.stdout.splitlines(),
         ("onnxruntime", "openvino", "mindspore", "mindspore_lite"),
         (
-            r"mcinfer\[cpu\].*mcinfer\[gpu\]",
-            r"mcinfer\[openvino\]",
-            r"mcinfer\[mindspore\]",
+            r"onnxruntime-gpu.*pip install .onnxruntime>=",
+            r"pip install .openvino>=",
+            r"pip install .mindspore>=",
             "https://www.mindspore.cn/lite",
         ),
         strict=True,

@@ -99,9 +99,7 @@ def test_missing_package_is_told_as_such(
         inputs=[["x", "bfloat16", ["batch", 4]]],
         outputs=[["y", "bfloat16", ["batch", 4], {"from": "x"}]],
     )
-    with pytest.raises(
-        MissingDependencyError, match=r"pip install 'mcinfer\[ml-dtypes\]"
-    ) as caught:
+    with pytest.raises(MissingDependencyError, match="pip install 'ml_dtypes>=") as caught:
         Master(model, 2, engine="fake", verify="never").start()
     assert str(caught.value).startswith("workers 0 and 1: ")
     assert str(caught.value).count("pip install") == 1

@@ -99,7 +99,7 @@ def test_name_that_no_package_offers_is_refused_with_those_that_are(model: Path)
 
 
 MISSING = """
-from mcinfer.errors import requires
+from mcinfer.extras import requires
 with requires("engine mine needs Nothing: pip install nothing", "nothing"):
     import nothing
 """
