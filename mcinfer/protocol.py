@@ -78,7 +78,8 @@ how many blocks are returned, whose numbers follow."""
 
 REPLY_HEAD = struct.Struct("<BQId?")  # id, request, shard, seconds, whether it was wide
 
-PREDICT, REPLY, PREDICT_JOINED = 1, 2, 12
+ERROR, PREDICT, REPLY, BUILD_FINISH, EXIT, PREDICT_JOINED = 0, 1, 2, 3, 4, 12
+"""Ids of messages; the first five are those of the sample that `mcinfer.parallel` replaces."""
 
 TensorRef = tuple[str, str, tuple[int, ...], int | None, Any]
 """Name, element type, shape, block id, byte offset; a worker's own blocks have negative ids."""
@@ -191,7 +192,7 @@ class Error(Message):
     ``"cancelled"``, or ``"broken"``: a rank whose group cannot go on, of which the master hears no more.
     """
 
-    ID = 0
+    ID = ERROR
     request: Annotated[int | None, or_none(is_count)] = None
     shard: Annotated[int | None, or_none(is_shard)] = None
     kind: Annotated[
@@ -249,7 +250,7 @@ class BuildFinish(Message):
     If BUILD asked for it, the last four say what the runtime says of the model: see `ModelDescription`.
     """
 
-    ID = 3
+    ID = BUILD_FINISH
     inputs: _Specs
     outputs: _Specs
     weights: _Specs = ()
@@ -274,7 +275,7 @@ class BuildFinish(Message):
 class Exit(Message):
     """Master to worker: finish and end with status 0."""
 
-    ID = 4
+    ID = EXIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mcinfer
-from mcinfer import errors
+from mcinfer import errors, protocol
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["numpy", "zmq", "msgpack", "psutil", "onnxruntime", "ml_dtypes", "asyncio"]
@@ -36,6 +36,17 @@ def test_dir_and_star_give_the_public_names_and_no_other() -> None:
     given: dict[str, object] = {}
     exec("from mcinfer import *", given)  # noqa: S102 what a module would do
     assert sorted(given.keys() - {"__builtins__"}) == mcinfer.__all__
+
+
+def test_messages_have_the_ids_of_the_sample() -> None:
+    ids = [
+        protocol.ERROR,
+        protocol.PREDICT,
+        protocol.REPLY,
+        protocol.BUILD_FINISH,
+        protocol.EXIT,
+    ]
+    assert ids == [0, 1, 2, 3, 4]
 
 
 def test_misspelt_name_is_an_error_at_run_time_and_for_mypy() -> None:
