@@ -164,6 +164,12 @@ def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
     return dict(sorted(nodes.items()))
 
 
+def cpu_model(root: Path = _ROOT) -> str:
+    """What the kernel calls the processor, or the architecture where it has no name (proc_cpuinfo(5))."""
+    match = re.search(r"^model name\s*:\s*(.*\S)", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return match[1] if match else os.uname().machine
+
+
 def parse_core_list(text: str) -> tuple[int, ...]:
     """Read the kernel's format of a list of cores, ``0-3,8`` (admin-guide/cputopology.rst)."""
     cores: list[int] = []

@@ -1,6 +1,8 @@
 """Tests of mcinfer/cli/doctor.py: single findings, ``mcinfer doctor``, and ``mcinfer devices``."""
 
 import os
+import platform
+import pwd
 import re
 import resource
 import socket
@@ -14,9 +16,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 from onnx import helper
 from onnxruntime.datasets import get_example
 
+import mcinfer
 from mcinfer.cli import main
 from mcinfer.cli.doctor import (
     Driver,
@@ -155,6 +159,55 @@ def test_doctor_says_what_to_do_where_no_pool_can_start(tmp_path: Path) -> None:
     assert " -> a higher limit" in files
     assert "MCINFER_CACHE_LIMIT: got 'lots', expected bytes" in cache_limit
     assert "34 descriptors are needed" in pool
+
+
+NAMES = {
+    "USER": "zaphod",
+    "LOGNAME": "zaphod",
+    "HOSTNAME": "heart-of-gold",
+    "HOME": "/home/zaphod",
+    "MCINFER_CACHE": "/home/zaphod/models",
+    "XDG_RUNTIME_DIR": "/run/zaphod",
+}
+
+
+@pytest.mark.parametrize("cards", [True, False])
+def test_report_is_a_block_with_versions_and_without_names_and_paths(
+    cards: bool,
+    nvidia_smi: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: Capture,
+) -> None:
+    nvidia_smi(TWO_GPUS if cards else "echo zaphod has no driver >&2; exit 9")
+    for name, value in NAMES.items():
+        monkeypatch.setenv(name, value)
+    folder = tmp_path / "broken"  # its error has paths
+    (folder / "openvino").mkdir(parents=True)
+    (folder / "openvino" / "__init__.py").write_text("raise ImportError(__file__)\n", "utf-8")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--report"]) == 0
+    first, *lines, last = (text := capsys.readouterr().out).splitlines()
+    assert (first, last) == ("```text", "```")
+    found = dict(line.split(": ", 1) for line in lines)
+    assert found["mcinfer"].startswith(f"{mcinfer.__version__}, ")
+    assert found["Python"].startswith(f"CPython {platform.python_version()}, ")
+    assert f"numpy {np.__version__}, pyzmq {zmq.__version__}, " in found["packages"]
+    assert found["libzmq"] == zmq.zmq_version()
+    assert found["ONNX Runtime"] == str(installed_runtime()).removeprefix("onnxruntime ")
+    assert found["OpenVINO"] == "cannot be imported"
+    assert found["variables"] == "MCINFER_CACHE"
+    if cards:
+        assert found["cuda:1"] == "A1, 1.0 GiB, 0.5 GiB free, compute mode Default"
+        assert found["driver"] == "580.65, up to CUDA 13.0, MPS does not run"
+    else:
+        assert found["cards"] == "nvidia-smi names none that can be used"
+    user, host = pwd.getpwuid(os.getuid()), platform.node() or "localhost"
+    for name in ("zaphod", "heart-of-gold", user.pw_name, host, user.pw_dir, str(tmp_path)):
+        assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text), name
+    assert not re.search(r"(?<![\w.])/\w", text)  # a path
+    assert main(["doctor", "--report", "model.onnx"]) == 2
 
 
 @pytest.mark.thorough

@@ -56,7 +56,7 @@ from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
 from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.machine import whole_cpus
+from mcinfer.machine import cpu_model, whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.model_cache.split_records import records_in
@@ -490,7 +490,7 @@ def machine() -> dict[str, str | int | float]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average_before": round(os.getloadavg()[0], 2),
@@ -498,14 +498,6 @@ def machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
         **versions,
     }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.machine()
 
 
 def _model_bytes(path: Path) -> int:

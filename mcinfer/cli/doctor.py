@@ -114,11 +114,25 @@ def doctor(
         list[Path] | None,
         typer.Argument(metavar="[MODEL]...", help="ONNX models to open in another process."),
     ] = None,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="Print versions and facts to paste into a bug report instead; no names, no paths.",
+        ),
+    ] = False,
 ) -> None:
     """Check whether this machine has what mcinfer needs, and say what to do where it has not.
 
     Of each MODEL it says whether sessions in several processes share its weights, or why not.
     """
+    if report:
+        if models:
+            raise typer.BadParameter("--report takes no MODEL")
+        from mcinfer.cli.report import as_markdown
+
+        print(as_markdown())
+        return
     problems = 0
     for finding in chain(examine(), map(look_at_model, models or ())):
         problems += bool(finding.problem)
@@ -162,7 +176,7 @@ def look_at_model(model: Path) -> Finding:
     from mcinfer.model_cache.onnx_files import looks_like
 
     try:
-        key, why = _answer(_OPEN, "it cannot be opened", str(model))
+        key, why = answer(_OPEN, "it cannot be opened", str(model))
     except EngineError as exc:
         found = str(exc)
         if kind := looks_like(model):
@@ -498,11 +512,11 @@ def installed_runtime() -> InstalledRuntime:
 
     `EngineError`: it cannot be imported; has the last line of the error.
     """
-    version, providers, cuda = _answer(_ASK, "onnxruntime cannot be imported")
+    version, providers, cuda = answer(_ASK, "onnxruntime cannot be imported")
     return InstalledRuntime(version, providers, cuda)
 
 
-def _answer(code: str, failed: str, *arguments: str) -> list[Any]:
+def answer(code: str, failed: str, *arguments: str) -> list[Any]:
     """What a program prints as JSON; its first argument is the import path.
 
     Raises:
@@ -558,7 +572,7 @@ def look_at_openvino() -> Iterator[Finding]:
     if find_spec("openvino") is None:
         return
     try:
-        version, names = _answer(_ASK_OPENVINO, "openvino cannot be imported")
+        version, names = answer(_ASK_OPENVINO, "openvino cannot be imported")
         yield Finding("openvino", f"{version} has: {', '.join(names)}")
     except EngineError as exc:
         advice = "pip install --force-reinstall openvino, or pip uninstall openvino"
