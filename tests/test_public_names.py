@@ -1,5 +1,6 @@
 """Tests of what `import mcinfer` gives, and of what it costs."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -52,6 +53,38 @@ def test_messages_have_the_ids_of_the_sample() -> None:
 def test_misspelt_name_is_an_error_at_run_time_and_for_mypy() -> None:
     with pytest.raises(AttributeError, match="module 'mcinfer' has no attribute 'Mastr'"):
         _ = mcinfer.Mastr  # type: ignore[attr-defined] # mypy says so if it finds no error here
+
+
+def test_page_about_stability_has_all_public_names_and_no_other() -> None:
+    """Read from the sources, since some of these modules need packages that are not installed here."""
+    page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(mcinfer[\w.]*)` \| (`.*`) \|$", page, re.M)
+    promised = {module: re.findall(r"`(\w+)`", names) for module, names in rows}
+    for file in (ROOT / "mcinfer").rglob("*.py"):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__init__")
+        defined = top_level_names(file)
+        if (
+            "__all__" in defined and module != "mcinfer.mslite.model"
+        ):  # mcinfer.mslite has its names
+            assert promised.pop(module) == ast.literal_eval(defined["__all__"])
+        else:
+            assert {*promised.pop(module, ())} <= defined.keys()
+    assert promised == {}  # no such modules
+
+
+def top_level_names(file: Path) -> dict[str, ast.expr]:
+    """What a module defines, with the value where there is one."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found[name] = ast.Constant(None)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                found[name] = value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                found[name] = value
+    return found
 
 
 # What an import costs: workers start with these, before they watch for the master's end.
