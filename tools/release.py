@@ -24,7 +24,7 @@ PLACEHOLDER = "REPOSITORY_URL"
 LEFT_OUT = {".ci/run", ".gitignore"}
 """Tracked files that are not in the sdist."""
 
-_EXAMPLE = re.compile(r"## First example\n.*?```python\n(.*?)```.*?```text\n(.*?)```", re.DOTALL)
+EXAMPLE = re.compile(r"## First example\n.*?```python\n(.*?)```.*?```text\n(.*?)```", re.DOTALL)
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def compare(what: str, found: set[str], expected: set[str]) -> None:
 
 def try_out(path: Path, version: str, readme: str) -> None:
     """Install it as a user does, and run README's first example and the doctor, far from this folder."""
-    [(program, printed)] = _EXAMPLE.findall(readme)
+    [(program, printed)] = EXAMPLE.findall(readme)
     with TemporaryDirectory() as scratch:
         run(sys.executable, "-m", "venv", "env", cwd=scratch)
         installed = Path(scratch, "env", "bin")
