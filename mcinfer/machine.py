@@ -154,6 +154,12 @@ def _groups(controller: str, root: Path) -> list[Path]:
 # Cores.
 
 
+def cpu_model(root: Path = _ROOT) -> str:
+    """What the kernel calls the processor, or the architecture where it has no name (proc_cpuinfo(5))."""
+    match = re.search(r"^model name\s*:\s*(.*\S)", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return match[1] if match else os.uname().machine
+
+
 def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
     """By NUMA node, its cores that this process may use (``cpulist``); empty if the kernel knows none."""
     usable = os.sched_getaffinity(0)
@@ -162,12 +168,6 @@ def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
         cores = parse_core_list(_read(folder / "cpulist"))
         nodes[int(folder.name.removeprefix("node"))] = tuple(c for c in cores if c in usable)
     return dict(sorted(nodes.items()))
-
-
-def cpu_model(root: Path = _ROOT) -> str:
-    """What the kernel calls the processor, or the architecture where it has no name (proc_cpuinfo(5))."""
-    match = re.search(r"^model name\s*:\s*(.*\S)", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return match[1] if match else os.uname().machine
 
 
 def parse_core_list(text: str) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from mcinfer import __version__, machine
 from mcinfer.cli import doctor
-from mcinfer.cli.progress import counted
 from mcinfer.errors import EngineError
 
 _PACKAGES = (
@@ -110,11 +109,10 @@ def _system() -> str:
 
 
 def _cores() -> str:
-    sockets, physical = machine.core_siblings()
+    import psutil
+
     usable = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable"
-    if not physical:
-        return usable
-    return f"{usable}, on {counted(physical, 'physical core')} of {counted(sockets, 'socket')}"
+    return f"{usable}, {psutil.cpu_count(logical=False) or 'unknown'} physical ones"
 
 
 def _memory() -> str:
