@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from mcinfer import __version__, machine
 from mcinfer.cli import doctor
@@ -70,14 +71,13 @@ def _kind_of_install() -> str:
     except metadata.PackageNotFoundError:
         return "not installed"
     source = json.loads(own.read_text("direct_url.json") or "{}")
+    folder, kind = Path(str(own.locate_file(""))), "installed from an index"
     if source.get("dir_info", {}).get("editable"):
-        return "an editable install"
-    installed = own.read_text("RECORD") and Path(str(own.locate_file("mcinfer"))).resolve()
-    if installed != Path(__file__).resolve().parents[1]:
-        return "run from its folder"
-    return "installed from " + (
-        "a folder" if "dir_info" in source else "a file" if source else "an index"
-    )
+        folder, kind = Path(unquote(urlsplit(source["url"]).path)), "an editable install"
+    elif source:
+        kind = f"installed from a {'folder' if 'dir_info' in source else 'file'}"
+    here = Path(__file__).resolve().parents[2] == folder.resolve()
+    return kind if here and own.read_text("RECORD") else "run from its folder"
 
 
 def _python() -> str:
