@@ -248,11 +248,18 @@ def test_service_answers_and_leaves_nothing_after_a_sigterm(
 @pytest.mark.thorough
 def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
     page = ROOT / "docs" / "tutorial.md"
-    [shown] = blocks(page, "text")
+    inspected, shown = blocks(page, "text")
     session, workers, service = blocks(page, "python")
     build = ROOT / "examples" / "sd_dual_core" / "build_unet.py"
     command = [sys.executable, str(build), "--size", "tiny", "--output", "unet.onnx"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
+    inspect = [sys.executable, "-m", "mcinfer", "inspect", "unet.onnx"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        inspect, cwd=tmp_path, env=env, check=True, timeout=50, capture_output=True
+    )
+    in_tiny = inspected.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
+    assert done.stdout.decode().startswith(in_tiny)
     tiny = session.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
     assert run_documented(tiny, tmp_path).startswith("one session: ")
     assert run_documented(workers, tmp_path).partition("\n")[2] == shown
