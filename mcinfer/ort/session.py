@@ -226,6 +226,21 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     def run(
         self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
+        """Run the model once, as ``onnxruntime.InferenceSession.run`` does.
+
+        Args:
+            output_names: Which outputs, in this order; None is all.
+            input_feed: NumPy arrays, lists of numbers or ``OrtValue``, by the input's name. As with ONNX
+                Runtime there are no inputs by position, nor tensors of PyTorch (``tensor.numpy()`` is an
+                array); `mcinfer.Master.predict` takes both.
+            run_options: ``onnxruntime.RunOptions``.
+
+        Raises:
+            InvalidArgument: An input is missing, unknown, or has another type or shape; and other errors
+                of ONNX Runtime.
+            ClosedError: The session is closed.
+            McinferError: With `devices`, as `mcinfer.Master.predict`.
+        """
         results: list[Any] = super().run(output_names, readable_feed(input_feed), run_options)
         return results
 
@@ -237,6 +252,10 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         user_data: Any,
         run_options: Any = None,
     ) -> None:
+        """`run` in another thread, which then calls ``callback(results, user_data, error)``.
+
+        The text `error` is empty if the run has succeeded.
+        """
         feed = readable_feed(input_feed)
         super().run_async(output_names, feed, callback, user_data, run_options)
 
