@@ -435,8 +435,10 @@ class Master:
         answers are compared (see `split`). Later requests are split.
 
         Args:
-            inputs: Arrays by input name, or in the model's input order. Any layout and byte order; arrays
-                from `allocate` are not copied, and are borrowed until the call returns. Tensors on NVIDIA
+            inputs: Arrays by input name, or in the model's input order: NumPy's, PyTorch's and others with
+                ``__array__`` or DLPack, or lists of numbers (a session of `mcinfer.ort` takes neither
+                tensors of PyTorch nor inputs by position). Any layout and byte order; arrays from
+                `allocate` are not copied, and are borrowed until the call returns. Tensors on NVIDIA
                 cards (of CuPy, PyTorch and others, by DLPack), which are C-contiguous, are borrowed as well:
                 those in memory from `allocate` or of a result are not copied, others once, on the card.
                 Workers wait for what your stream has queued. Some go through the host: while a split is
