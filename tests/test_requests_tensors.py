@@ -1,5 +1,6 @@
 """Tests of mcinfer/requests/tensors.py: where parts of tensors lie, and how data gets in and out of there."""
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,6 +55,31 @@ def test_strings_of_each_shard_in_order_and_of_pythons_own_types(dtype: Any) -> 
     assert {type(item) for shard in shards for item in shard} == {bytes if dtype == "S3" else str}
     whole = InputCut(axis=None, shapes=((2, 3),) * 2)
     assert string_rows(array, whole) == [tuple(array.ravel().tolist())] * 2
+
+
+class Torch:
+    """Like a tensor of PyTorch, which has no array where the data type is bfloat16."""
+
+    def __init__(self, name: str) -> None:
+        self.dtype = f"torch.{name}"
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return np.zeros(2, self.dtype.removeprefix("torch."))
+
+
+def test_refused_type_comes_with_a_cure_in_the_callers_words() -> None:
+    wrong = {
+        '.astype("float32")': np.zeros(2, np.float64),
+        ".to(torch.float32)": Torch("float64"),
+        "BFloat16: x.to(torch.float32)": Torch("bfloat16"),
+    }
+    for cure, value in wrong.items():
+        with pytest.raises(InvalidInputError, match=rf"{re.escape(cure)}$"):
+            as_input(value, spec("float32"), "float32")
+    with pytest.raises(InvalidInputError, match=r"BFloat16$"):  # another type would not help
+        as_input(Torch("bfloat16"), spec("bfloat16"), "bfloat16")
 
 
 # Joining.

@@ -123,7 +123,10 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
         # NumPy's own types of text take zeros off the end.
         array = np.asarray(value, object if element_type == STRING and not typed else None)
     except (TypeError, ValueError, OverflowError, BufferError) as exc:
-        raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}") from exc
+        dtype = str(getattr(value, "dtype", ""))  # PyTorch's bfloat16 has no array of NumPy's
+        other = dtype.startswith("torch.") and dtype != f"torch.{element_type}"
+        cure = _cure(value, spec, element_type) if other else ""
+        raise InvalidInputError(f"{role} {spec.name!r} is not an array: {exc}{cure}") from exc
     if element_type == STRING:
         if array.dtype.kind in "US" or all(isinstance(v, (str, bytes)) for v in array.flat):
             return array
@@ -137,10 +140,17 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
         _check_range(array, spec, element_type, role)
         return array.astype(spec.dtype)
     may_fit = typed and array.dtype.kind in "biuf" and element_type != STRING
-    cure = f': {spec.name}.astype("{element_type}")' if may_fit else ""
+    cure = _cure(value, spec, element_type) if may_fit else ""
     raise InvalidInputError(
         f"{role} {spec.name!r} has dtype {array.dtype}, expected {element_type} ({spec}){cure}"
     )
+
+
+def _cure(value: Any, spec: TensorSpec, element_type: str) -> str:
+    """For the end of an error: how an array, or a tensor of PyTorch, becomes one of the input's type."""
+    if str(value.dtype).startswith("torch."):
+        return f": {spec.name}.to(torch.{element_type})"
+    return f': {spec.name}.astype("{element_type}")'
 
 
 def device_of(value: object, spec: TensorSpec) -> Device | None:
