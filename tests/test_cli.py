@@ -67,10 +67,14 @@ def test_help_names_all_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Capt
         assert err == ""
         assert out.startswith(f"Usage: {' '.join(['mcinfer', *names])} ")
         assert max(map(len, out.splitlines())) <= 80
+        assert not re.search(r"[<>{]|\[\[|\]\.\.\.\]", re.sub("[<>]=|<=x<=", "", out)), out
         for parameter in command.params:
             takes = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
             assert all(f"  {word}" in out or f", {word}" in out for word in takes), names
             assert parameter.help, (names, takes)
+            assert all(
+                word == word.lower() for word in parameter.opts
+            )  # typer 0.27 takes a metavar's case
         called.append(" ".join(names))
     assert {"", "run", "inspect", "devices", "doctor", "cache list", "bench"} < {*called}
 

@@ -5,7 +5,7 @@ from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mcinfer import __version__
 from mcinfer.cli import bench, cache, doctor, inspect, run
@@ -19,6 +19,28 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except typer.Abort as exc:
             raise KeyboardInterrupt from exc
+
+
+class _Command(TyperCommand):
+    """A command whose help names its arguments by their metavar alone.
+
+    typer writes more around it, each version something else: ``[[MODEL]...]...``, ``<list[Path]>``.
+    """
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002 click's method
+        return ["[OPTIONS]", *(name for name, _ in self._arguments())]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        if arguments := self._arguments():
+            with formatter.section("Arguments"):
+                formatter.write_dl(arguments)
+        options = [each for each in self.get_params(ctx) if each.param_type_name == "option"]
+        with formatter.section("Options"):
+            formatter.write_dl([each.get_help_record(ctx) for each in options])
+
+    def _arguments(self) -> list[tuple[str, str]]:
+        arguments: list[Any] = [each for each in self.params if each.param_type_name == "argument"]
+        return [(each.metavar, each.help) for each in arguments]
 
 
 def call(arguments: Sequence[str] | None) -> int:
@@ -72,6 +94,7 @@ def _add(
         help=paragraph,
         short_help=f"{sentence}.",
         context_settings=context_settings,
+        cls=_Command,
     )(command)
 
 

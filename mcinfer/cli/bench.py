@@ -94,7 +94,12 @@ def bench(
     devices: DevicesOption = None,
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="Threads of each worker; default: as many as it has cores."),
+        typer.Option(
+            "--threads",
+            metavar="THREADS",
+            min=1,
+            help="Threads of each worker; default: as many as it has cores.",
+        ),
     ] = None,
     batch: Annotated[Any, parsed("ROWS", parse_counts, "Rows of each request: 1,2,8.")] = "1",
     concurrency: Annotated[
@@ -111,14 +116,19 @@ def bench(
     ] = None,
     duration: Annotated[Any, parsed("SECONDS", parse_duration, "Length of each turn.")] = "2",
     count: Annotated[
-        int, typer.Option(min=0, help="Requests in each turn, instead of --duration.")
+        int,
+        typer.Option(
+            metavar="REQUESTS", min=0, help="Requests in each turn, instead of --duration."
+        ),
     ] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="Repeats of the whole measurement.")] = 3,
+    repeat: Annotated[
+        int, typer.Option(metavar="TIMES", min=1, help="Repeats of the whole measurement.")
+    ] = 3,
     warmup: Annotated[Any, parsed("SECONDS", parse_pause, "Warm-up before each turn.")] = "0.3",
     against: Annotated[Any, parsed("WAYS", parse_baselines, _BASELINES_HELP)] = _DEFAULT_BASELINES,
-    modes: Annotated[Any, parsed("MODES", parse_modes, _MODES_HELP)] = _ALL_MODES,
+    modes: Annotated[Any, parsed("MODES", parse_modes, _MODES_HELP, "--modes")] = _ALL_MODES,
     max_batch_size: Annotated[
-        int, typer.Option(min=1, help="Mode batched: most rows in one run.")
+        int, typer.Option(metavar="ROWS", min=1, help="Mode batched: most rows in one run.")
     ] = 8,
     max_delay: Annotated[
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
@@ -206,7 +216,11 @@ def tune(
     model: ModelArgument,
     goal: Annotated[
         Literal["throughput", "latency"],
-        typer.Option(help="throughput: most rows a second. latency: lowest median latency."),
+        typer.Option(
+            "--goal",
+            metavar="GOAL",
+            help="throughput: most rows a second. latency: lowest median latency.",
+        ),
     ] = "throughput",
     max_latency: Annotated[
         Any,
@@ -216,10 +230,11 @@ def tune(
             "Bound for the latency of 99 % of the requests; default: none.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="ROWS", min=1, help="Rows of each request.")] = 1,
     concurrency: Annotated[
         int | None,
         typer.Option(
+            metavar="CLIENTS",
             min=1,
             max=MAX_CLIENTS,
             help="Requests under way at once. Default: twice the cores, or 1 with --goal latency.",
@@ -231,6 +246,7 @@ def tune(
             "RATE",
             parse_rate,
             "Requests a second that arrive at random (open loop), with --goal latency.",
+            "--rate",
         ),
     ] = None,
     budget: Annotated[Any, parsed("SECONDS", parse_duration, "Time limit of the search.")] = "60",

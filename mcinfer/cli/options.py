@@ -206,7 +206,9 @@ IntegersOption = Annotated[
     Any, parsed("LOW:HIGH", parse_integers, "Range of random integers, without HIGH.")
 ]
 
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of random inputs and arrivals.")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", metavar="SEED", min=0, help="Seed of random inputs and arrivals.")
+]
 
 
 def axes_of(

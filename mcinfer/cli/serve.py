@@ -37,20 +37,32 @@ def serve(
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(help="Name of each MODEL in addresses, in order; default: that of its file."),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of each MODEL in addresses, in order; default: that of its file. May be repeated.",
+        ),
     ] = None,
     repository: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Models in Triton's layout: NAME/1/model.onnx."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 is any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen at.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0 is any free one."),
+    ] = 8000,
     uds: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="A Unix socket in place of address and port."),
     ] = None,
     grpc_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port for gRPC; without it there is none.")
+        int | None,
+        typer.Option(
+            metavar="PORT", min=0, max=65535, help="Port for gRPC; without it there is none."
+        ),
     ] = None,
     devices: Annotated[
         list[Any] | None,
@@ -63,22 +75,33 @@ def serve(
         ),
     ] = None,
     engine: Annotated[
-        str | None, typer.Option(help="onnxruntime or openvino; default: by the file's name.")
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="ENGINE",
+            help="onnxruntime or openvino; default: by the file's name.",
+        ),
     ] = None,
     max_batch_size: Annotated[
-        int, typer.Option(min=1, help="Most rows of one run that joins requests; 1 joins none.")
+        int,
+        typer.Option(
+            metavar="ROWS", min=1, help="Most rows of one run that joins requests; 1 joins none."
+        ),
     ] = 8,
     max_delay: Annotated[
         Any,
         parsed("SECONDS", parse_pause, "How long a request may wait for others to join it."),
     ] = 0.0,
-    queue: Annotated[int, typer.Option(min=1, help="Most requests of a model at once.")] = 1000,
+    queue: Annotated[
+        int, typer.Option(metavar="REQUESTS", min=1, help="Most requests of a model at once.")
+    ] = 1000,
     timeout: Annotated[
         Any,
         parsed("SECONDS", parse_duration, "For a request to come, and again for its answer."),
     ] = 60.0,
-    max_request_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of a request.")] = 64
-    << 20,
+    max_request_bytes: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, help="Most bytes of a request.")
+    ] = 64 << 20,
     api_key_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keys, one in a line: clients must show one."),

@@ -31,11 +31,21 @@ def slice_model(
     ],
     tensor: Annotated[
         int,
-        typer.Option("--tensor", min=1, help="Ranks over which each layer's weights are cut."),
+        typer.Option(
+            "--tensor",
+            metavar="RANKS",
+            min=1,
+            help="Ranks over which each layer's weights are cut.",
+        ),
     ] = 1,
     pipeline: Annotated[
         int,
-        typer.Option("--pipeline", min=1, help="Stages of layers that run one after another."),
+        typer.Option(
+            "--pipeline",
+            metavar="STAGES",
+            min=1,
+            help="Stages of layers that run one after another.",
+        ),
     ] = 1,
     force: Annotated[
         bool, typer.Option("--force", help="Replace slices that are in the folder.")
