@@ -7,6 +7,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+if sys.version_info >= (3, 13) and not sys._is_gil_enabled():
+    # The workers inherit the environment, and no options of the interpreter.
+    raise ImportError(
+        "mcinfer needs the GIL, which this free-threaded Python has switched off: set the environment "
+        "variable PYTHON_GIL=1 before it starts (-X gil=1 would not reach the workers), or use another build"
+    )
+
 if TYPE_CHECKING:
     from mcinfer.config import EngineOptions, Limits, Parallel, RestartPolicy, Timeouts
     from mcinfer.errors import (

@@ -27,6 +27,19 @@ def python(code: str) -> str:
     return run.stdout
 
 
+def test_python_without_the_gil_is_refused_with_the_variable_that_switches_it_on() -> None:
+    """Python 3.11 and 3.12 have no such build, so they are shown as a later one."""
+    code = (
+        "import sys; sys.version_info = max(sys.version_info, (3, 13)); sys._is_gil_enabled = lambda: {}\n"
+        "try: import mcinfer; print('imported')\n"
+        "except ImportError as exc: print(exc)"
+    )
+    assert python(code.format(True)) == "imported\n"
+    said = python(code.format(False))
+    assert said.startswith("mcinfer needs the GIL, ")
+    assert "PYTHON_GIL=1" in said
+
+
 # Names.
 
 
