@@ -13,7 +13,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, is_refusal
+
+__tracebackhide__ = is_refusal
 
 _MOST = 2**63
 MAX_DIMENSIONS = 64

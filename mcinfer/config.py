@@ -19,7 +19,9 @@ from mcinfer.checks import (
     different,
     optional,
 )
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, is_refusal
+
+__tracebackhide__ = is_refusal
 
 _DEVICE = re.compile(r"([a-z][a-z0-9_-]*):(\d{1,4})")
 

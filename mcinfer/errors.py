@@ -40,6 +40,14 @@ class InvalidInputError(McinferError, ValueError):
     """An argument does not fit: names the argument, what came and what was expected."""
 
 
+def is_refusal(caught: object) -> bool:
+    """Whether pytest has caught an `InvalidInputError`: ``__tracebackhide__`` of the modules on its way.
+
+    pytest then shows the line that gave the input, and none of these modules' (``--full-trace`` shows all).
+    """
+    return isinstance(getattr(caught, "value", None), InvalidInputError)
+
+
 class EngineError(McinferError, RuntimeError):
     """The inference runtime refused or failed; the text includes the runtime's message."""
 

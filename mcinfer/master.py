@@ -41,6 +41,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     ProtocolError,
     QueueFullError,
+    is_refusal,
     say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
@@ -58,6 +59,8 @@ from mcinfer.scheduler.workers import PoolRules
 from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, specs_of
 from mcinfer.statistics import Health, Statistics, TraceHook
+
+__tracebackhide__ = is_refusal
 
 _log = logging.getLogger("mcinfer.master")
 

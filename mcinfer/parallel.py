@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from mcinfer.checks import check_count
 from mcinfer.config import EngineOptions, Timeouts
-from mcinfer.errors import ClosedError, InvalidInputError
+from mcinfer.errors import ClosedError, InvalidInputError, is_refusal
 from mcinfer.master import Master
 from mcinfer.requests.tensors import Arrays, Inputs
 from mcinfer.sharding import Axes
 from mcinfer.specs import TensorSpec
 from mcinfer.statistics import Statistics
+
+__tracebackhide__ = is_refusal
 
 Tensors = list[NDArray[Any]]
 

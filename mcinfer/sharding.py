@@ -19,8 +19,10 @@ from itertools import accumulate
 from math import prod
 from typing import Literal, TypeVar
 
-from mcinfer.errors import InvalidInputError, PredictError
+from mcinfer.errors import InvalidInputError, PredictError, is_refusal
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, symbol_sizes
+
+__tracebackhide__ = is_refusal
 
 Shape = tuple[int, ...]
 Axes = Mapping[str, int | None]

@@ -41,6 +41,7 @@ from mcinfer.errors import (
     InvalidInputError,
     PredictTimeoutError,
     QueueFullError,
+    is_refusal,
 )
 from mcinfer.extras import requires
 from mcinfer.requests.frames import Lease, Plan
@@ -50,6 +51,8 @@ from mcinfer.requests.tensors import Arrays
 from mcinfer.shm.arena import Arena, BlockNeededError, Slot
 from mcinfer.specs import STRING, TensorSpec
 from mcinfer.statistics import CARD_WAYS, CardStatistics, CardWay
+
+__tracebackhide__ = is_refusal
 
 _DEFAULT_STREAM = 1  # cudaStreamLegacy: it waits for all streams that are not made as non-blocking
 

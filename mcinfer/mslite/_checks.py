@@ -11,7 +11,9 @@ from copy import copy
 from functools import cache
 from typing import Any, Generic, TypeVar
 
-from mcinfer.errors import McinferError
+from mcinfer.errors import McinferError, is_refusal
+
+__tracebackhide__ = is_refusal
 
 T = TypeVar("T")
 

@@ -26,11 +26,7 @@ from mcinfer.cards.cuda import model_of
 from mcinfer.config import CARD_KINDS, CoreShare, Device, PrepareKind
 from mcinfer.engines import open_engine, prepared_facts
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
-from mcinfer.errors import (
-    BuildError,
-    EngineError,
-    InvalidInputError,
-)
+from mcinfer.errors import BuildError, EngineError, InvalidInputError, is_refusal
 from mcinfer.extras import requires
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import FOLDER_KEY
@@ -45,6 +41,8 @@ from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
 from mcinfer.specs import STRING, ModelSpec, check_whole_bytes
 from mcinfer.weight_sharing import WeightOwner, open_weights
+
+__tracebackhide__ = is_refusal
 
 _log = logging.getLogger("mcinfer.mslite")
 

@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 
 from mcinfer.checks import check_count, check_seconds
 from mcinfer.config import Limits, Timeouts
-from mcinfer.errors import (
-    BuildError,
-    ClosedError,
-    InvalidInputError,
-    PredictError,
-)
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, PredictError, is_refusal
 from mcinfer.master import Master
 from mcinfer.mslite._checks import (
     Option,
@@ -54,6 +49,8 @@ from mcinfer.mslite.tensor import (
 from mcinfer.requests.request import OutcomeFuture
 from mcinfer.specs import TensorSpec
 from mcinfer.statistics import Statistics
+
+__tracebackhide__ = is_refusal
 
 
 class RunnerConfig(ParallelOptions):

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from mcinfer.config import EngineOptions, automatic_workers
-from mcinfer.errors import BuildError, InvalidInputError, McinferError, MissingDependencyError
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    is_refusal,
+)
 from mcinfer.machine import whole_cpus
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.onnx_files import bytes_at
@@ -30,6 +36,8 @@ from mcinfer.mslite._configuration import (
     weights_folder,
 )
 from mcinfer.mslite.context import Context
+
+__tracebackhide__ = is_refusal
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from numpy.typing import NDArray
 
-from mcinfer.errors import BuildError, ClosedError, InvalidInputError
+from mcinfer.errors import BuildError, ClosedError, InvalidInputError, is_refusal
 from mcinfer.mslite._checks import (
     Sections,
     check_elements,
@@ -44,6 +44,8 @@ from mcinfer.mslite.tensor import (
     known_dims,
 )
 from mcinfer.weight_sharing import WeightOwner
+
+__tracebackhide__ = is_refusal
 
 __all__ = [
     "Model",

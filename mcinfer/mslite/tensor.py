@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, is_refusal
 from mcinfer.mslite._checks import (
     check_elements,
     check_shape,
@@ -30,6 +30,8 @@ from mcinfer.mslite._checks import (
     typed,
 )
 from mcinfer.specs import TensorSpec
+
+__tracebackhide__ = is_refusal
 
 DEVICE_KINDS = ("ascend", "cpu", "cuda", "gpu")
 """The kinds of device that `Tensor` takes; upstream takes the first alone."""

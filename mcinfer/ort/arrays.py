@@ -28,6 +28,7 @@ def readable(value: Any) -> Any:
 
 
 def readable_feed(feed: Mapping[str, Any]) -> Mapping[str, Any]:
+    __tracebackhide__ = True  # for what is no mapping
     for value in feed.values():  # which are right in nearly all runs
         if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.char == "S":
             return {name: readable(value) for name, value in feed.items()}

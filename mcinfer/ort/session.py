@@ -241,6 +241,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             ClosedError: The session is closed.
             McinferError: With `devices`, as `mcinfer.Master.predict`.
         """
+        __tracebackhide__ = True  # the runtime's errors are no class of mcinfer's
         results: list[Any] = super().run(output_names, readable_feed(input_feed), run_options)
         return results
 
@@ -256,6 +257,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
 
         The text `error` is empty if the run has succeeded.
         """
+        __tracebackhide__ = True
         feed = readable_feed(input_feed)
         super().run_async(output_names, feed, callback, user_data, run_options)
 

@@ -19,7 +19,7 @@ from onnxruntime.capi.onnxruntime_inference_collection import OrtValue
 from mcinfer.cards.cuda import Card
 from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.config import Device
-from mcinfer.errors import PredictTimeoutError
+from mcinfer.errors import PredictTimeoutError, is_refusal
 from mcinfer.model_cache.protobuf import encode_field
 from mcinfer.ort.errors import (
     InvalidArgument,
@@ -31,6 +31,8 @@ from mcinfer.ort.errors import (
 )
 from mcinfer.ort.face import tiny_session
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, numpy_dtype, tensor_bytes
+
+__tracebackhide__ = is_refusal
 
 _HOST = native.OrtDevice(native.OrtDevice.cpu(), native.OrtDevice.default_memory(), 0)
 

@@ -27,7 +27,7 @@ from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.config import EngineOptions, parse_devices
-from mcinfer.errors import BuildError, InvalidInputError, McinferError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, is_refusal
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.model_cache import FOLDER_KEY
@@ -46,6 +46,8 @@ from mcinfer.ort.face import face, tiny_session
 from mcinfer.ort.providers import ProviderDevices, choose
 from mcinfer.private import ModelInMemory, PrivateFolder
 from mcinfer.requests.waiting_threads import WaitingThreads
+
+__tracebackhide__ = is_refusal
 
 Tensors = dict[str, values.Tensor]
 

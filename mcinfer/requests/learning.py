@@ -16,7 +16,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from mcinfer.errors import McinferError, PredictError
+from mcinfer.errors import McinferError, PredictError, is_refusal
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.comparing import Batch
 from mcinfer.requests.planner import Planner
@@ -26,6 +26,8 @@ from mcinfer.requests.tensors import Arrays
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelSpec
+
+__tracebackhide__ = is_refusal
 
 _MAX_SPLITTERS = 64  # sets of axes that calls say, of which it is remembered what was learned
 

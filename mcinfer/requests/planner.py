@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.config import Device, Limits
-from mcinfer.errors import BuildError, InvalidInputError, QueueFullError
+from mcinfer.errors import BuildError, InvalidInputError, QueueFullError, is_refusal
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import (
@@ -65,6 +65,8 @@ from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.shm.arena import Arena, SharedBlock, Slot, align
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, check_whole_bytes
 from mcinfer.statistics import CardStatistics
+
+__tracebackhide__ = is_refusal
 
 _shape = attrgetter("shape")
 

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.config import DLPACK_KINDS, Device
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, is_refusal
 from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
+
+__tracebackhide__ = is_refusal
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """Values by name, or in the model's order."""

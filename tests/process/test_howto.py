@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -109,6 +110,51 @@ def test_fixture_is_used_by_passing_tests(tmp_path: Path) -> None:
         ended = tests.wait(50.0)
     assert ended.status == 0, ended.out
     assert "2 passed" in ended.out
+
+
+@pytest.mark.thorough
+def test_pytest_shows_of_a_refused_input_the_callers_lines_and_no_source_of_mcinfers(
+    tmp_path: Path,
+) -> None:
+    text = """
+        import asyncio, numpy as np, pytest, mcinfer, mcinfer.mslite as mslite, mcinfer.ort
+        from mcinfer.examples import encoder
+
+        BAD = {"image": np.zeros((2, 3, 32, 32))}
+        MASTER = mcinfer.Master(encoder(), devices="inline").start()
+        SESSION = mcinfer.ort.InferenceSession(encoder(), providers=["CPUExecutionProvider"])
+        MODEL = mslite.Model()
+        MODEL.build_from_file(str(encoder()), mslite.ModelType.MINDIR, mslite.Context())
+
+        @pytest.mark.parametrize("ask", [
+            lambda: MASTER.predict(BAD),
+            lambda: MASTER.submit(BAD),
+            lambda: list(MASTER.map([BAD])),
+            lambda: asyncio.run(MASTER.predict_async(BAD)),
+            lambda: MASTER.warm_up(BAD),
+            lambda: MASTER.learn(BAD),
+            lambda: SESSION.run(None, BAD),
+            lambda: SESSION.run(None, [BAD["image"]]),
+            lambda: MODEL.predict([mslite.Tensor(BAD["image"])]),
+            lambda: mcinfer.Master(encoder(), devices="gpu"),
+        ])
+        def test(ask):
+            ask()
+    """
+    (tmp_path / "test_refused.py").write_text(textwrap.dedent(text), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_refused.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, text=True, timeout=50, capture_output=True
+    )
+    places = [
+        (tmp_path / place).resolve()
+        for place in re.findall(r"^(\S+\.py):\d+: ", done.stdout, re.MULTILINE)
+    ]
+    assert "10 failed" in done.stdout
+    assert done.stdout.count("has dtype float64, expected float32") >= 7
+    assert not any(place.is_relative_to(ROOT / "mcinfer") for place in places), done.stdout
+    assert tmp_path / "test_refused.py" in places
 
 
 def installed_by(line: str, folder: Path) -> Path:
