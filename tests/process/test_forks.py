@@ -1,11 +1,14 @@
 """Programs that fork: the child has no part in its parent's master, and does it no harm."""
 
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from tests.process.models import FakeModel
-from tests.process.scripts import PREAMBLE, Program, run
+from tests.process.scripts import PREAMBLE, ROOT, Program, run
 
 ANSWER = "48.0"
 """The sum of the usual model's outputs for X: 16 times 2 * 1 + 1."""
@@ -220,3 +223,27 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     ended = run(text, fake_model())
     expected = f"{signal.SIGKILL:d}\n{ANSWER} {ANSWER}\n"
     assert (ended.status, ended.out, ended.err) == (0, expected, "")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 does not warn")
+@pytest.mark.parametrize("devices", [0, 1])
+def test_python_warns_of_a_fork_beside_a_master_and_not_beside_a_session_of_one_thread(
+    devices: int,
+) -> None:
+    text = """
+import os, sys
+import mcinfer, mcinfer.ort
+from mcinfer.examples import encoder
+
+options = mcinfer.ort.SessionOptions()
+options.intra_op_num_threads = 1
+session = mcinfer.ort.InferenceSession(encoder(), options, providers=["CPUExecutionProvider"])
+master = mcinfer.Master(encoder(), devices=1).start() if sys.argv[1] == "1" else None
+if not os.fork():
+    os._exit(0)
+os.wait()
+"""
+    command = [sys.executable, "-W", "default", "-c", text, str(devices)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=50, check=True)
+    assert ("use of fork() may lead to deadlocks" in done.stderr) == bool(devices), done.stderr
