@@ -56,7 +56,17 @@ def program(page: Path) -> str:
 
 def test_every_page_has_one_program_and_a_test() -> None:
     assert all(program(page) for page in PAGES)
-    others = {"compare", "docker", "fastapi", "files", "gunicorn", "lora", "notebook", "pytest"}
+    others = {
+        "celery",
+        "compare",
+        "docker",
+        "fastapi",
+        "files",
+        "gunicorn",
+        "lora",
+        "notebook",
+        "pytest",
+    }
     others |= {"kubernetes"}  # by test_deploy.py
     shown = {Path(page).stem for page in PRINTING} | others
     assert shown == {page.stem for page in PAGES}
@@ -289,6 +299,90 @@ def test_service_answers_and_leaves_nothing_after_a_sigterm(
         if command is UVICORN:
             connection.request("GET", "/health")
             assert json.load(connection.getresponse()) == {"state": "ready", "reasons": []}
+
+
+ON_FILES = """
+import os, re, time
+from tasks import app, embed, session
+
+here = os.getcwd()
+app.conf.update(
+    broker_url="filesystem://",
+    result_backend=f"file://{here}/results",
+    broker_transport_options={
+        "data_folder_in": f"{here}/queue",
+        "data_folder_out": f"{here}/queue",
+        "control_folder": f"{here}/control",
+    },
+)
+
+@app.task
+def look(path):
+    embeddings, sizes, ours = embed(path), {"Rss": 0, "Private_Dirty": 0}, False
+    for line in open("/proc/self/smaps"):
+        name, _, value = line.partition(":")
+        if "-" in name:
+            ours = session().prepared in line
+        elif ours and name in sizes:
+            sizes[name] += int(value.split()[0]) << 10
+    time.sleep(0.3)  # so that the other process takes the next one
+    return os.getpid(), session().prepared, sizes, embeddings
+"""
+"""The program of Celery's page with a broker that is a folder, and a task that looks at its process."""
+
+ASKING = """
+import json
+from on_files import look
+
+answers = [look.delay("images.npy") for _ in range(8)]
+print(json.dumps([answer.get(timeout=40) for answer in answers]))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not find_spec("celery"), reason="Celery is not installed")
+def test_processes_of_celery_answer_from_one_copy_of_the_weights(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    weights = random.random((3 * 32 * 32, 1500), np.float32)  # above the least size that is shared
+    images = random.random((2, 3, 32, 32), np.float32)
+    np.save(tmp_path / "images.npy", images)
+    graph = onnx.helper.make_graph(
+        [
+            onnx.helper.make_node("Flatten", ["image"], ["row"]),
+            onnx.helper.make_node("MatMul", ["row", "w"], ["embedding"]),
+        ],
+        "g",
+        [onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["n", 3, 32, 32])],
+        [onnx.helper.make_tensor_value_info("embedding", onnx.TensorProto.FLOAT, ["n", 1500])],
+        [onnx.numpy_helper.from_array(weights, "w")],
+    )
+    opset = [onnx.helper.make_opsetid("", 17)]
+    model = onnx.helper.make_model(graph, ir_version=8, opset_imports=opset)
+    onnx.save(model, tmp_path / "model.onnx")
+    text = program(HOWTO / "celery.md").replace("(encoder()", '("model.onnx"')
+    (tmp_path / "tasks.py").write_text(text, encoding="utf-8")
+    (tmp_path / "on_files.py").write_text(ON_FILES, encoding="utf-8")
+    for folder in ("queue", "results", "control"):
+        (tmp_path / folder).mkdir()
+    arguments = ["-A", "on_files", "worker", "--concurrency", "2", "--loglevel", "INFO"]
+    start = (
+        f"import runpy, sys; sys.argv[1:] = {arguments!r}; sys.path.insert(0, '')\n"
+        "runpy.run_module('celery', run_name='__main__', alter_sys=True)"
+    )
+    with Program(start, cwd=tmp_path) as worker:
+        assert any(" ready." in worker.error_line() for _ in range(50))  # of which some are empty
+        answers = json.loads(run_documented(ASKING, tmp_path))
+        children = {process.pid for process in psutil.Process(worker.pid).children()}
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(50.0).status == 0
+    assert {pid for pid, *_ in answers} == children
+    assert len(children) == 2
+    assert len({key for _, key, *_ in answers}) == 1
+    for *_, sizes, embeddings in answers:
+        np.testing.assert_allclose(embeddings, images.reshape(2, -1) @ weights, rtol=1e-4)
+        assert sizes["Rss"] >= weights.nbytes
+        assert sizes["Private_Dirty"] < weights.nbytes / 10  # all others are pages of the one file
+    assert all_gone([*children])
 
 
 @pytest.mark.thorough
