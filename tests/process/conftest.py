@@ -84,7 +84,9 @@ def shared_master(
 ) -> SharedMaster:
     """Starts masters of the engine "fake" for all tests of a module."""
 
-    def start(workers: int, *, acts: dict[str, Any] | None = None, **options: Any) -> Master:
+    def start(
+        workers: int | list[int], *, acts: dict[str, Any] | None = None, **options: Any
+    ) -> Master:
         path = tmp_path_factory.mktemp("shared") / "model.json"
         write_fake_model(path, **(acts or {}))
         return checked_together.enter_context(fake_master(path, workers, **options))

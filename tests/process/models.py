@@ -46,7 +46,7 @@ def write_fake_model(
     return path
 
 
-def fake_master(model: Path, workers: int | str, **options: Any) -> Master:
+def fake_master(model: Path, workers: int | str | list[int], **options: Any) -> Master:
     """A master of the engine "fake", which believes what the model declares of its split."""
     return Master(model, workers, engine="fake", verify="never", **options)
 

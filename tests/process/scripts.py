@@ -11,6 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+FORKS = {"PYTHONWARNINGS": "ignore:This process (pid=:DeprecationWarning"}
+"""From Python 3.12 on, a program that forks beside threads would be warned of it on its standard error."""
+
 PREAMBLE = """
 import os, signal, sys, time
 import numpy as np
@@ -65,7 +68,7 @@ class Program:
         self._process = subprocess.Popen(
             [*command, "-W", self._FORKS, *source, *map(str, arguments)],
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **FORKS, **(env or {})},
             stdin=subprocess.PIPE if stdin or talks else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mcinfer import (
-    BuildError,
     EngineOptions,
     Master,
 )
@@ -186,13 +185,3 @@ def test_workers_are_pinned_to_the_cores_that_were_chosen(fake_model: FakeModel)
     with fake_master(fake_model(), 2, options=options) as master:
         assert [os.sched_getaffinity(pid) for pid in pids(master)] == [{*item} for item in chosen]
         assert_answers(master.predict(rows(3)), rows(3))
-
-
-def test_cores_that_cannot_be_had_fail_the_start_and_are_named(fake_model: FakeModel) -> None:
-    options = EngineOptions(cores=[[0]])
-    expected = "workers 0 to 2: cores: got 1 lists, expected one for each of 3 workers"
-    with pytest.raises(BuildError, match=f"^{expected}$"):
-        fake_master(fake_model(), 3, options=options).start()
-    options = EngineOptions(cores=[[100_000]])
-    with pytest.raises(BuildError, match=r"worker 0: cores: got \[100000\], expected some of"):
-        fake_master(fake_model(), 1, options=options).start()

@@ -13,9 +13,9 @@ from mcinfer import (
     InvalidInputError,
     Master,
     MissingDependencyError,
-    ParallelPredictUtils,
 )
-from tests.process.models import AFFINE, FakeModel, OnnxModel
+from tests.process.models import FakeModel
+from tests.text_models import text_model
 
 
 def failure_to_start(master: Master) -> str:
@@ -25,15 +25,6 @@ def failure_to_start(master: Master) -> str:
     master.close()
     assert {worker.pid for worker in master.statistics().workers} == {None}
     return str(caught.value)
-
-
-def test_device_that_does_not_exist_is_named_and_the_others_are_not_blamed(
-    onnx_model: OnnxModel,
-) -> None:
-    text = failure_to_start(Master(onnx_model(AFFINE), ["cpu:0", "cpu:99"]))
-    assert "worker 1" in text
-    assert "cpu:99" in text
-    assert "worker 0" not in text
 
 
 def test_build_that_raises_names_every_such_worker_once_ends_the_others_and_closes_the_master(
@@ -50,15 +41,6 @@ def test_build_that_raises_names_every_such_worker_once_ends_the_others_and_clos
     assert text.count("asked to fail") == 1
 
 
-def test_parallel_utils_pass_the_build_error_on(tmp_path: Path) -> None:
-    utils = ParallelPredictUtils(tmp_path / "nowhere.onnx", 2)
-    with pytest.raises(BuildError, match="nowhere"):
-        utils.build_model()
-    utils.finalize()
-    with pytest.raises(ClosedError):
-        utils.run_predict([])
-
-
 def test_options_that_no_message_can_carry_are_refused_by_their_name(
     fake_model: FakeModel,
 ) -> None:
@@ -68,19 +50,10 @@ def test_options_that_no_message_can_carry_are_refused_by_their_name(
 
 
 def test_model_with_many_properties_and_initialisers_is_described() -> None:
-    names = [f"weight {number}" for number in range(2_000)]
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Identity", ["x"], ["y"])],
-        "wide",
-        [
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1])
-            for name in ("x", *names)
-        ],
-        [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])],
-        [onnx.helper.make_tensor(name, onnx.TensorProto.FLOAT, [1], [0.0]) for name in names],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)])
-    model.ir_version = 8
+    names = [f"weight{number}" for number in range(2_000)]
+    inputs = ", ".join(f"float[1] {name}" for name in ("x", *names))
+    zeros = dict.fromkeys(names, np.zeros(1, np.float32))
+    model = text_model(f"({inputs}) => (float[1] y) {{ y = Identity(x) }}", zeros)
     properties = {f"property {number}": "about this model" for number in range(500)}
     onnx.helper.set_model_props(model, properties)
     with Master(model, 1, options=EngineOptions(describe=True), verify="never") as master:
@@ -103,13 +76,3 @@ def test_missing_package_is_told_as_such(
         Master(model, 2, engine="fake", verify="never").start()
     assert str(caught.value).startswith("workers 0 and 1: ")
     assert str(caught.value).count("pip install") == 1
-
-
-def test_package_that_is_there_and_broken_is_a_build_error_with_its_words(
-    fake_model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "onnxruntime.py").write_text("from inspect import of_the_program")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    text = failure_to_start(Master(fake_model(), 1))
-    assert "engine onnxruntime cannot be imported: cannot import name 'of_the_program'" in text
-    assert "pip install" not in text

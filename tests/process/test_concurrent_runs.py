@@ -29,8 +29,7 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import HeldPipe, all_gone, pids, wait_for_states, wait_until
+from tests.process.waiting import HeldPipe, pids, wait_for_states, wait_until
 
 TWO = EngineOptions(concurrent_runs=2)
 HELD, SLOW, BAD, FAILS = -1.0, -2.0, -3.0, -4.0
@@ -187,36 +186,6 @@ def test_worker_ends_that_is_told_to_while_a_joined_run_goes_on(
             closed.result(timeout=40.0)
 
 
-INTERRUPTED = """
-import threading
-
-def watch():
-    statistics = master.statistics()
-    while (statistics.in_flight, statistics.queued) != (2, 0):
-        time.sleep(0.001)
-        statistics = master.statistics()
-    say("busy")
-
-options = mcinfer.EngineOptions(concurrent_runs=2)
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", options=options) as master:
-    say_pids(master)
-    threading.Thread(target=watch, daemon=True).start()
-    beside = master.submit(X)
-    master.predict(X, shards=1)
-"""
-
-
-def test_ctrl_c_ends_a_program_with_two_runs_under_way(fake_model: FakeModel) -> None:
-    with Program(PREAMBLE + INTERRUPTED, fake_model(run="sleep:60")) as program:
-        workers = program.pids()
-        assert program.line() == "busy"
-        program.interrupt()
-        ended = program.wait()
-        assert ended.status == -signal.SIGINT, ended
-        assert ended.err.endswith("KeyboardInterrupt\n")
-        wait_until(lambda: all_gone(workers))
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_threads_of_a_worker_have_cores_of_their_own(fake_model: FakeModel) -> None:
     with fake_master(fake_model(), 1, options=TWO) as master:
@@ -244,9 +213,7 @@ def many_callers(master: Master, model: Callable[[Any], Any] = lambda x: x * 2 +
             done.result(timeout=120.0)
 
 
-@pytest.mark.parametrize(
-    ("devices", "kind"), [(1, "plain"), (1, "joined"), ("inline", "unknown shape")]
-)
+@pytest.mark.parametrize(("devices", "kind"), [(1, "joined"), ("inline", "unknown shape")])
 def test_many_callers_get_each_its_own_answers(
     fake_model: FakeModel, devices: int | str, kind: str
 ) -> None:

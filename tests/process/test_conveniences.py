@@ -16,7 +16,7 @@ from mcinfer import (
     ModelNotFoundError,
     PredictError,
 )
-from tests.process.models import FakeModel, act, assert_answers, rows
+from tests.process.models import FakeModel, SharedMaster, act, assert_answers, rows
 from tests.process.waiting import wait_until
 
 FAILS = -1.0
@@ -31,15 +31,6 @@ def test_model_that_is_not_there_is_found_out_before_any_worker_starts(tmp_path:
     assert repr(master).endswith("failed>")
     with pytest.raises(InvalidInputError, match="model: got int, expected a path, bytes or"):
         Master(5)  # type: ignore[arg-type]
-
-
-def test_task_may_hold_the_pool(fake_model: FakeModel) -> None:
-    async def use() -> Master:
-        async with Master(fake_model(), "cpu", engine="fake", verify="never") as master:
-            assert_answers(await master.predict_async(rows(4)), rows(4))
-            return master
-
-    assert repr(asyncio.run(use())).endswith("closed>")
 
 
 # Some outputs.
@@ -68,9 +59,12 @@ def test_only_the_outputs_that_are_asked_for_come_in_that_order(fake_model: Fake
 # Many requests.
 
 
-def test_answers_come_in_order_and_no_more_requests_are_taken_than_allowed(
-    fake_model: FakeModel,
-) -> None:
+@pytest.fixture(scope="module")
+def mapping(shared_master: SharedMaster) -> Master:
+    return shared_master([1, 0], acts={"when": {f"{FAILS:g}": "fail", "70": "sleep:30"}})
+
+
+def test_answers_come_in_order_and_no_more_requests_are_taken_than_allowed(mapping: Master) -> None:
     taken = 0
 
     def requests() -> Iterator[dict[str, np.ndarray]]:
@@ -79,22 +73,19 @@ def test_answers_come_in_order_and_no_more_requests_are_taken_than_allowed(
             taken += 1
             yield act(float(number))
 
-    with Master(fake_model(), [1, 0], engine="fake", verify="never") as master:
-        for number, answer in enumerate(master.map(requests(), ahead=3)):
-            assert_answers(answer, act(float(number)))
-            assert taken <= number + 3
+    for number, answer in enumerate(mapping.map(requests(), ahead=3)):
+        assert_answers(answer, act(float(number)))
+        assert taken <= number + 3
     assert taken == 40
 
 
-def test_failure_ends_the_answers_and_cancels_what_is_in_flight(fake_model: FakeModel) -> None:
-    model = fake_model(when={f"{FAILS:g}": "fail", "7": "sleep:30"})
-    with Master(model, 2, engine="fake", verify="never") as master:
-        answers = master.map([act(1.0), act(FAILS), act(7.0), act(7.0)])
-        assert_answers(next(answers), act(1.0))
-        with pytest.raises(PredictError):
-            next(answers)
-        assert [*answers] == []
-        wait_until(lambda: master.statistics().cancelled == 2)
+def test_failure_ends_the_answers_and_cancels_what_is_in_flight(mapping: Master) -> None:
+    answers = mapping.map([act(1.0), act(FAILS), act(70.0), act(70.0)])
+    assert_answers(next(answers), act(1.0))
+    with pytest.raises(PredictError):
+        next(answers)
+    assert [*answers] == []
+    wait_until(lambda: mapping.statistics().cancelled == 2)
 
 
 # Warm workers.

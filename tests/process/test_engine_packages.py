@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mcinfer
-from mcinfer import BuildError, EngineOptions, Master, MissingDependencyError
+from mcinfer import BuildError, MissingDependencyError
 from mcinfer.engines import ENTRY_POINTS, OWN, open_engine
 from tests.engine_requests import engine_request
 
@@ -45,10 +45,6 @@ def model(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site / "model.npz"
 
 
-def test_program_of_the_page_has_at_most_60_lines() -> None:
-    assert len(PROGRAM.splitlines()) <= 60
-
-
 @pytest.mark.usefixtures("model")
 def test_engine_of_another_package_runs_batches_on_workers() -> None:
     x = np.random.default_rng(0).random((64, 4), np.float32)
@@ -56,19 +52,6 @@ def test_engine_of_another_package_runs_batches_on_workers() -> None:
     exec(USE, given)  # noqa: S102 the page's
     assert np.allclose(given["answers"], x @ (2 * WEIGHT) + 1)
     assert "linear_engine" not in sys.modules  # but in the workers
-
-
-def test_many_requests_split_and_joined_are_right(model: Path) -> None:
-    x = np.random.default_rng(0).random((32, 4), np.float32)
-    with Master(model, 2, engine="linear", max_batch_size=8) as master:
-        for _ in range(3):
-            assert np.allclose(master.predict({"x": x})["y"], x @ WEIGHT + 1)
-        futures = [master.submit({"x": x[i : i + 1]}) for i in range(32)]
-        answers = np.concatenate([future.result()["y"] for future in futures])
-        assert np.allclose(answers, x @ WEIGHT + 1)
-        with pytest.raises(mcinfer.InvalidInputError):
-            master.predict({"x": np.ones((2, 5), np.float32)})
-        assert [worker.runs > 0 for worker in master.statistics().workers] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -82,20 +65,8 @@ def test_many_requests_split_and_joined_are_right(model: Path) -> None:
 def test_device_or_option_that_it_does_not_have_is_refused(
     model: Path, device: str, options: dict[str, Any], words: str
 ) -> None:
-    with (
-        pytest.raises(BuildError, match=words),
-        Master(model, [device], engine="linear", options=EngineOptions(**options)),
-    ):
-        pass
-
-
-def test_name_that_no_package_offers_is_refused_with_those_that_are(model: Path) -> None:
-    words = (
-        "engine: got 'liner', expected one of "
-        "['linear', 'mindspore', 'mindspore_lite', 'onnxruntime', 'openvino']"
-    )
-    with pytest.raises(BuildError, match=re.escape(words)), Master(model, 1, engine="liner"):
-        pass
+    with pytest.raises(BuildError, match=words):
+        open_engine("linear", engine_request(model, device, **{"threads": None, **options}))
 
 
 MISSING = """

@@ -13,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from mcinfer import (
     ClosedError,
@@ -36,6 +35,7 @@ from tests.process.models import (
 )
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import HeldPipe, wait_for_states, wait_until
+from tests.text_models import text_model
 
 HANGS, FAILS = -1.0, -2.0
 """First numbers of requests whose run lasts until it is cancelled, and whose run fails."""
@@ -163,17 +163,9 @@ def test_prepared_weights_are_mapped_while_it_is_open(
     tmp_path: Path, prepared_models: Path
 ) -> None:
     w = np.random.default_rng(0).normal(size=(4, 1 << 14)).astype(np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "wide",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 1 << 14])],
-        [numpy_helper.from_array(w, "w")],
-    )
     path = tmp_path / "wide.onnx"
-    onnx.save(
-        helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), path
-    )
+    text = f"(float[n, 4] x) => (float[n, {1 << 14}] y) {{ y = MatMul(x, w) }}"
+    onnx.save(text_model(text, {"w": w}), path)
 
     def is_mapped() -> bool:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

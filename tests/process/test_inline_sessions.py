@@ -22,13 +22,14 @@ import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
 from mcinfer.model_cache.cache import Cache
 from mcinfer.ort.session import PlainSession
 from tests.process.waiting import wait_until
+from tests.text_models import text_model
 
 CPU = ["CPUExecutionProvider"]
 PATIENCE = 60.0
@@ -48,21 +49,12 @@ def write_model(path: Path, value: float) -> Path:
         "b": np.full(WIDTH, value, np.float32),
         "s": np.ones(1, np.float32),
     }
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["a"]),
-        helper.make_node("Add", ["a", "b"], ["c"]),
-        helper.make_node("Relu", ["c"], ["d"]),
-        helper.make_node("Add", ["d", "s"], ["y"]),
-    ]
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", WIDTH])
-    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
     # An initialiser that is an input too can be overridden by a feed.
-    s = helper.make_tensor_value_info("s", TensorProto.FLOAT, [1])
-    values = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph(nodes, "of tests", [x, s], [y], values, doc_string="a graph")
-    opset = [helper.make_opsetid("", 17)]
-    model = helper.make_model(graph, ir_version=8, opset_imports=opset, producer_name="tests")
-    model.model_version = 3
+    text = f"""(float[n, {WIDTH}] x, float[1] s) => (float[n, {WIDTH}] y)
+        {{ a = MatMul(x, w)  c = Add(a, b)  d = Relu(c)  y = Add(d, s) }}"""
+    model = text_model(text, weights)
+    model.model_version, model.producer_name = 3, "tests"
+    model.graph.doc_string = "a graph"
     helper.set_model_props(model, {"classes": "a b"})
     onnx.save(model, path)
     return path
@@ -70,16 +62,8 @@ def write_model(path: Path, value: float) -> Path:
 
 def write_small(path: Path, factor: float) -> Path:
     """x · factor, whose weights are external data of an entry."""
-    weights = np.eye(64, dtype=np.float32) * factor
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 64])],
-        [numpy_helper.from_array(weights, "w")],
-    )
-    opset = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, ir_version=8, opset_imports=opset), path)
+    text = "(float[n, 64] x) => (float[n, 64] y) { y = MatMul(x, w) }"
+    onnx.save(text_model(text, {"w": np.eye(64, dtype=np.float32) * factor}), path)
     return path
 
 
@@ -169,25 +153,6 @@ def options_of(*calls: tuple[str, str, Any], **attributes: Any) -> Any:
 
 
 ENTRY = "add_session_config_entry"
-
-
-@pytest.mark.thorough
-def test_options_that_change_the_graph_have_an_entry_of_their_own(model: Path) -> None:
-    changed: list[Callable[[], Any]] = [
-        lambda: options_of(graph_optimization_level=Level.ORT_ENABLE_BASIC),
-        lambda: options_of(graph_optimization_level=Level.ORT_DISABLE_ALL),
-        lambda: options_of(("add_free_dimension_override_by_name", "n", 3)),
-        lambda: options_of((ENTRY, "session.set_denormal_as_zero", "1")),
-    ]
-    entries = [ort.InferenceSession(model, providers=CPU).prepared]
-    for make in changed:
-        session = ort.InferenceSession(model, make(), providers=CPU)
-        plain = PlainSession(model, make(), providers=CPU)
-        entries.append(session.prepared)
-        assert described(session) == described(plain)
-        np.testing.assert_array_equal(session.run(None, feed()), plain.run(None, feed()))
-    assert all(entries)
-    assert len({*entries}) == len(entries)
 
 
 def test_options_of_a_run_and_of_threads_share_one_entry(model: Path) -> None:
@@ -327,18 +292,6 @@ def test_cache_that_cannot_be_used_opens_a_plain_session(
         session = ort.InferenceSession(model, providers=CPU)
     assert session.why_plain.startswith("the cache at /dev/null/cache cannot be used: ")
     assert session.why_plain in caplog.text
-    assert_same(session, PlainSession(model, providers=CPU))
-
-
-def test_entry_that_was_damaged_is_made_again(model: Path, empty_cache: Cache) -> None:
-    key = ort.InferenceSession(model, providers=CPU).prepared
-    gc.collect()
-    weights = empty_cache.folder / key / "weights.bin"
-    weights.chmod(0o600)
-    with weights.open("r+b") as file:
-        file.write(b"damaged!")
-    session = ort.InferenceSession(model, providers=CPU)
-    assert session.prepared == key
     assert_same(session, PlainSession(model, providers=CPU))
 
 
@@ -587,21 +540,6 @@ def test_forked_process_runs_the_sessions_of_its_parent(
     assert (is_the_same, key, mapped) == (count == 1, session.prepared, True)
     assert id(session._sess) == before
     assert_same(session, PlainSession(model, options, providers=CPU))
-
-
-def test_forked_process_opens_a_session_with_the_options_of_its_opening(
-    model: Path, in_child: Callable[[Callable[[], Any]], Any]
-) -> None:
-    options = options_of((ENTRY, "session.set_denormal_as_zero", "1"))
-    session = ort.InferenceSession(model, options, CPU)
-    options.graph_optimization_level = Level.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.disable_prepacking", "1")
-
-    def child() -> Any:
-        session.run(None, feed())
-        return session.prepared, described(session)
-
-    assert in_child(child) == (session.prepared, described(session))
 
 
 @pytest.mark.parametrize("change", ["replaced", "link moved", "removed", "none"])

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -88,19 +87,6 @@ def test_draining_pool_ends_when_the_last_request_is_cancelled_and_its_worker_ha
                 closed.result(PATIENCE)
             finally:
                 master.close(0.0)
-
-
-def test_start_that_the_system_refuses_in_another_way_than_an_os_error_fails(
-    fake_model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", None)  # as where Python is embedded in a program
-    master = fake_master(fake_model(), 1)
-    with running(master.start) as started:
-        try:
-            with pytest.raises(BuildError, match="could not be started"):
-                started.result(PATIENCE)
-        finally:
-            master.close(0.0)
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,14 @@ def test_outputs_come_in_the_models_order_whichever_is_done_first(
     assert [len(outputs) for outputs in utils.run_predict(by_name)] == [2, 2]
 
 
-def test_other_than_one_set_per_device_is_refused(fake_model: FakeModel) -> None:
+def test_other_than_one_set_per_device_is_refused(utils: ParallelPredictUtils) -> None:
     one = rows(1)["x"]
     bad: list[Any] = [[], [[one]], [[one]] * 3, {"x": one, "z": one}]
-    with ParallelPredictUtils(fake_model(), 2, device_ids=[1, 0], engine="fake") as utils:
-        assert [worker.device for worker in utils.statistics().workers] == ["cpu:1", "cpu:0"]
-        for inputs in bad:
-            with pytest.raises(InvalidInputError, match="one per device: 2"):
-                utils.run_predict(inputs)
-        assert utils.statistics().accepted == 0
+    before = utils.statistics().accepted
+    for inputs in bad:
+        with pytest.raises(InvalidInputError, match="one per device: 2"):
+            utils.run_predict(inputs)
+    assert utils.statistics().accepted == before
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -136,13 +135,14 @@ def test_free_sizes_of_the_model_are_those_of_the_array_without_its_sizes_of_one
 
 
 def test_four_calls_answer_each_device_and_are_refused_out_of_order(fake_model: FakeModel) -> None:
-    utils = ParallelPredictUtils(fake_model(), 2, engine="fake")
+    utils = ParallelPredictUtils(fake_model(), 2, device_ids=[1, 0], engine="fake")
     sets = [[rows(2)["x"]], [rows(3, 100.0)["x"]]]
     with pytest.raises(ClosedError, match="build_model"):
         utils.run_predict(sets)
     with pytest.raises(ClosedError, match="build_model"):
         utils.predict(sets[0])
     utils.build_model()
+    assert [worker.device for worker in utils.statistics().workers] == ["cpu:1", "cpu:0"]
     with pytest.raises(ClosedError):
         utils.build_model()
     for _ in range(3):

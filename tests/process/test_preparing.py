@@ -23,7 +23,6 @@ from tests.process.waiting import all_gone, is_alive, pids, wait_until
 from tests.test_preparation import write, write_sparse
 
 ALWAYS = EngineOptions(prepare="always")
-NEVER = EngineOptions(prepare="never")
 
 Array = NDArray[np.float32]
 
@@ -184,18 +183,6 @@ def test_preparing_and_waiting_workers_report_progress(large_model: Path, cache:
         assert all(state["bytes"] > large_model.stat().st_size // 2 for state in states)
     # A waiting worker may look between two writes; the preparing one reports the end.
     assert max(state["written"] for states in reports for state in states) > 0
-
-
-def test_worker_that_finds_another_model_at_the_path_serves_no_request(
-    tmp_path: Path,
-) -> None:
-    path, other = dense(tmp_path / "served.onnx"), dense(tmp_path / "other.onnx", seed=2)
-    with Master(path, 2, options=NEVER) as master:
-        expected = answer(master)
-        other.replace(path)
-        os.kill(master.statistics().workers[1].pid or 0, signal.SIGKILL)
-        wait_until(lambda: "not those of the others" in master.statistics().workers[1].last_error)
-        assert np.array_equal(answer(master), expected)
 
 
 def test_model_that_cannot_be_prepared_is_warned_of_once_for_all_workers(

@@ -179,7 +179,7 @@ def images(*hits: int) -> dict[str, NDArray[np.float32]]:
     return {"image": image}
 
 
-@pytest.mark.parametrize("size", ["batch", "hits", "?"])
+@pytest.mark.parametrize("size", ["batch", "?"])
 def test_rows_of_a_detector_go_to_the_caller_that_they_are_of(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]], size: str
 ) -> None:
@@ -198,7 +198,7 @@ def test_rows_of_a_detector_go_to_the_caller_that_they_are_of(
     assert "NonZero" in apart[0]
 
 
-@pytest.mark.parametrize("size", ["batch", "hits", "?"])
+@pytest.mark.parametrize("size", ["batch", "hits"])
 def test_counts_that_were_one_for_each_row_once_are_not_expected_again(
     onnx_model: OnnxModel, size: str
 ) -> None:
@@ -252,9 +252,6 @@ def test_arrays_that_change_after_the_first_wait_are_not_read_again(onnx_model: 
         assert master.split.splits
         assert_equal(asyncio.run(ask(master)), {"y": needing(3, 4)["x"]})
         assert not master.split.splits
-
-
-# Content that lies elsewhere.
 
 
 # Random models.

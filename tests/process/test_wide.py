@@ -2,7 +2,6 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import EngineOptions, Limits, Master, RestartPolicy
+from mcinfer import EngineOptions, Limits, Master
 from tests.process.waiting import wait_until
 from tests.text_models import text_model
 
@@ -91,29 +90,6 @@ def test_many_callers_get_right_answers_while_some_runs_are_wide(products: Path)
         assert statistics.failed == 0
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"options": EngineOptions(threads=1)},
-        {"options": EngineOptions(cores=[[0], [1]])},
-        {"restart": RestartPolicy(max_memory_bytes=1 << 40)},
-    ],
-    ids=["threads", "cores", "memory that ends a worker"],
-)
-def test_worker_that_is_to_keep_to_its_share_does(products: Path, given: dict[str, Any]) -> None:
-    if "options" in given and given["options"].cores is not None:
-        first, second, *_ = sorted(os.sched_getaffinity(0))
-        given = {"options": EngineOptions(cores=[[first], [second]])}
-    with Master(products, 2, verify="never", **given) as master:
-        threads = partial(psutil.Process(master.statistics().workers[0].pid).num_threads)
-        ask(master)
-        before = threads()
-        for _ in range(20):
-            ask(master)
-        assert wide_runs(master) == 0
-        assert threads() == before
-
-
 def memory(master: Master) -> int:
     """Bytes of worker 0 that `Limits.worker_memory_bytes` is about."""
     status = Path(f"/proc/{master.statistics().workers[0].pid}/status").read_text("utf-8")
@@ -165,32 +141,6 @@ def test_worker_that_is_killed_in_a_wide_run_costs_no_answer(products: Path) -> 
         np.testing.assert_allclose(answer.result()["y"], expected, rtol=1e-4, atol=1e-4)
         wait_until(lambda: master.statistics().workers[0].restarts == 1, timeout=60.0)
         ask_until_wide(master)  # the new process opens the model twice again
-
-
-@pytest.mark.thorough
-def test_wide_engine_gives_its_memory_back_where_another_run_lacks_it(tmp_path: Path) -> None:
-    text = f"""(float[batch, {SIDE}] x) => (float[batch, {SIDE}] y)
-        {{a = MatMul(x, u) b = Sigmoid(a) c = Tanh(a) d = Mul(b, c) y = MatMul(d, v)}}"""
-    path = written(tmp_path / "broad.onnx", text, u=(SIDE, 8 * SIDE), v=(8 * SIDE, SIDE))
-    large = np.tile(ROWS, (24, 1))
-
-    def ask_for_large(limits: Limits) -> tuple[int, int]:
-        """Bytes with both engines, and those that one run of many rows takes."""
-        with Master(path, 2, verify="never", limits=limits) as master:
-            ask_until_wide(master)
-            before = memory(master)
-            expected = np.array(master.predict({"x": large}, shards=1)["y"])
-            taken = memory(master) - before
-            assert wide_runs(master) > 1
-            answer = master.predict({"x": np.tile(large, (2, 1))}, shards=2)["y"]
-            np.testing.assert_allclose(answer, np.tile(expected, (2, 1)), rtol=1e-4, atol=1e-4)
-            count = wide_runs(master)
-            master.predict({"x": large}, shards=1)
-            assert (wide_runs(master) > count) == (limits == Limits())
-            return before, taken
-
-    both, taken = ask_for_large(Limits())
-    ask_for_large(Limits(worker_memory_bytes=both + int(1.4 * taken)))
 
 
 @pytest.mark.thorough
