@@ -5,12 +5,14 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from mcinfer.model_cache.cache import Cache
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # Tests start hundreds of processes: each would compile the package, or start threads for linear algebra.
@@ -92,3 +94,23 @@ def _frozen_garbage(_large_imports: None) -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """The user's cache, in which nothing is yet."""
+    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+    return Cache.default()
+
+
+@pytest.fixture
+def onnx_model(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes an ONNX model that is given in ONNX's text format, such as `tests.process.models.AFFINE`."""
+    import onnx
+
+    def write(text: str) -> Path:
+        path = tmp_path / f"model{len([*tmp_path.glob('model*.onnx')]) + 1}.onnx"
+        onnx.save(onnx.parser.parse_model(text), path)
+        return path
+
+    return write

@@ -6,17 +6,9 @@ from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 
-import pytest
-
 from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache, Held
 from tests.command_line import Capture, only_line
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    return Cache.default()
 
 
 def made(cache: Cache, name: str, *, size: int = 0, fails: bool = False) -> Held:

@@ -31,13 +31,6 @@ def runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "installed_runtime", _asked_once)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    """An empty cache of this test alone."""
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    return Cache.default()
-
-
 def said(model: Path, capsys: Capture, *options: str) -> list[str]:
     """The lines that are printed about a model."""
     assert main(["inspect", str(model), *options]) == 0

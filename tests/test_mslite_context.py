@@ -13,11 +13,6 @@ def part_of(context: Context, name: str) -> Any:
     return getattr(context, name) if name else context
 
 
-PRECISIONS = {
-    "cpu": "enforce_fp32, preferred_fp16",
-    "gpu": "enforce_fp32, preferred_fp16",
-    "ascend": "enforce_fp32, preferred_fp32, enforce_fp16, enforce_origin, preferred_optimal",
-}
 CORES = "thread_affinity_core_list"
 FAILED = "Set parallel failed, "
 
@@ -26,28 +21,18 @@ WRONG_TYPES = [
     ("cpu.thread_affinity_mode", 1.0, "cpu_thread_affinity_mode must be int, but got"),
     ("target", "cpu", "target must be list, but got <class 'str'>."),
     ("target", ["cpu", 1], "target element must be str, but got <class 'int'> at index 1."),
-    ("group_info_file", 1, "group_info_file must be str, but got <class 'int'>."),
     (f"cpu.{CORES}", [0, "1"], f"cpu_{CORES} element must be int, but got <class 'str'> at index"),
     ("parallel.device_ids", [True], "device_ids element must be int, but got <class 'bool'> at"),
     ("parallel.config_path", 1, "config_path must be str, but got <class 'int'>."),
     ("parallel.config_info", {"a": {"b": 1}}, "config_info_value_value must be str, but got"),
-    ("ascend.precision_mode", 1, "ascend_precision_mode must be str, but got <class 'int'>."),
 ]
 WRONG_VALUES = [
     ("cpu.thread_num", -1, "cpu_thread_num must be a non-negative int."),
-    ("ascend.rank_id", -1, "ascend_rank_id must be a non-negative int."),
     ("parallel.workers_num", -1, f"{FAILED}workers_num must be a non-negative int."),
     ("target", ["NPU"], "target elements must be in ['cpu', 'gpu', 'ascend'], but got npu."),
     ("parallel.device_ids", [0, -1], f"{FAILED}device_ids contain a negative number. Got [0, -1]"),
     ("parallel.config_path", "/no", f"{FAILED}config_path does not exist! Got /no"),
-    *(
-        (
-            f"{part}.precision_mode",
-            "fp8",
-            f"{part}_precision_mode must be in [{modes}], but got fp8",
-        )
-        for part, modes in PRECISIONS.items()
-    ),
+    ("gpu.precision_mode", "fp8", "gpu_precision_mode must be in [enforce_fp32, preferred_fp16]"),
 ]
 
 

@@ -10,11 +10,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from google.protobuf import (
-    descriptor_pb2,
-    descriptor_pool,
-    message_factory,
-)
 from onnx import parser
 
 from mcinfer.errors import CollectiveTimeoutError, InvalidInputError
@@ -108,6 +103,7 @@ def test_launcher_makes_a_process_a_rank_on_a_gpu_alone(
 
 # Groups of ranks, in bytes as protobuf's own writer makes them.
 
+LARGE_RANKS = b"\x0a\x12\x0a\x07" + "größe".encode() + b"\x12\x07\x08\xc8\x01\x08\x80\x80\x04"
 PACKED = b"\x0a\x0d\x0a\x07hccl_01\x12\x02\x08\x00"  # a group of rank 0
 TWO_GROUPS = (
     b"\x0a\x0f\x0a\x07hccl_01\x12\x04\x08\x00\x08\x01"  # ranks 0, 1, one field each
@@ -115,30 +111,14 @@ TWO_GROUPS = (
 )
 
 
-def test_groups_are_those_that_protobuf_itself_reads(tmp_path: Path) -> None:
-    file = descriptor_pb2.FileDescriptorProto(name="g.proto", package="straspb", syntax="proto2")
-    kinds = descriptor_pb2.FieldDescriptorProto
-    one, many = kinds.LABEL_OPTIONAL, kinds.LABEL_REPEATED
-    for name, field, number, kind, label, type_name in (
-        ("Ranks", "dim", 1, kinds.TYPE_UINT32, many, None),
-        ("Item", "group_name", 1, kinds.TYPE_STRING, one, None),
-        ("Item", "parallel_group_ranks", 2, kinds.TYPE_MESSAGE, one, ".straspb.Ranks"),
-        ("Map", "parallel_group_item", 1, kinds.TYPE_MESSAGE, many, ".straspb.Item"),
-    ):
-        known = {message.name: message for message in file.message_type}
-        message = known.get(name) or file.message_type.add(name=name)
-        message.field.add(name=field, number=number, type=kind, label=label, type_name=type_name)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    made = message_factory.GetMessageClass(pool.FindMessageTypeByName("straspb.Map"))()
-    expected = {"hccl_world_group": (0, 1, 2, 3), "4-8877": (200, 65536), "größe": (1,)}
-    for name, ranks in expected.items():
-        made.parallel_group_item.add(group_name=name).parallel_group_ranks.dim.extend(ranks)
+def test_groups_are_read_as_protobuf_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "groups.pb"
-    path.write_bytes(made.SerializeToString())
-    assert read_groups(str(path)) == expected
-    path.write_bytes(TWO_GROUPS)
-    assert read_groups(str(path)) == {"hccl_01": (0, 1), "rest": (3, 2)}
+    for content, expected in (
+        (TWO_GROUPS, {"hccl_01": (0, 1), "rest": (3, 2)}),
+        (LARGE_RANKS, {"größe": (200, 65536)}),
+    ):
+        path.write_bytes(content)
+        assert read_groups(str(path)) == expected
 
 
 @pytest.mark.parametrize(

@@ -54,25 +54,11 @@ def laid_out(draw: st.DrawFn) -> NDArray[Any]:
     return array[steps] if steps else array
 
 
-def test_numbers_are_upstreams() -> None:
-    numbers = [0, 30, 32, 33, 34, 35, 37, 38, 39, 40, 42, 43, 44, 2**31 - 1]
-    assert [int(member) for member in DataType] == numbers
-    assert (DataType.FLOAT32, DataType.UINT8, DataType.BOOL) == (43, 37, 30)
-    assert [int(member) for member in Format] == [-1, *range(14), *range(15, 20)]
-    assert (Format(1), Format(19)) == (Format.NHWC, Format.NC8HW8)
-    assert str(DataType.FLOAT32) == f"{DataType.FLOAT32}" == "DataType.FLOAT32"
-
-
 def test_new_tensor_is_one_float32() -> None:
-    tensor = Tensor()
-    assert (tensor.name, tensor.dtype, tensor.format) == ("", DataType.FLOAT32, Format.NCHW)
-    assert tensor.shape == []
-    assert (tensor.element_num, tensor.data_size) == (1, 4)
-    assert tensor.get_data_to_numpy() == np.zeros((), "float32")
+    assert Tensor().get_data_to_numpy() == np.zeros((), "float32")
     tensor = Tensor(shape=(2, 3), dtype=DataType.INT16)
     tensor.shape.append(4)  # a copy
-    assert (tensor.shape, tensor.dtype) == ([2, 3], DataType.INT16)
-    assert (tensor.element_num, tensor.data_size) == (6, 12)
+    assert (tensor.shape, tensor.element_num, tensor.data_size) == ([2, 3], 6, 12)
     for arguments in ({"shape": [2, 3]}, {"dtype": DataType.INT8}):  # only together
         with pytest.warns(UserWarning, match="has no effect") as caught:
             tensor = Tensor(**arguments)
@@ -84,9 +70,7 @@ def test_new_tensor_is_one_float32() -> None:
     ("arguments", "text"),
     [
         ({"tensor": [1.0]}, "or numpy ndarray, but got <class 'list'>."),
-        ({"shape": 3}, "shape must be list or tuple, but got <class 'int'>."),
         ({"dtype": 43}, "dtype must be DataType, but got <class 'int'>."),
-        ({"device": 0}, "device must be str, but got <class 'int'>."),
         ({"device": "npu"}, "now only support ascend"),
         ({"device": "ascend:0:1"}, "device must be 'ascend:index', eg: 'ascend:0'"),
         ({"device": "ascend:-1"}, "device id should >= 0"),

@@ -33,6 +33,8 @@ from tests.test_engines import open_ort
 
 BATCHES = (1, 2, 5)
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 Array = NDArray[Any]
 Weights = Mapping[str, Array]
 Model = tuple[str, Weights]
@@ -168,13 +170,6 @@ def entry(engine: Engine) -> Path:
     assert prepared is not None, engine.notes
     assert engine.notes == ()
     return prepared.folder
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    """The user's cache, for each test an empty one."""
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    return Cache.default()
 
 
 @pytest.fixture
@@ -389,22 +384,6 @@ def test_prepared_model_can_be_opened_by_its_path(
     assert_same(engine, open_ort(plain))
     assert len(cache.entries()) == 1
     assert cache.clear()[1] == 1
-
-
-def test_prepared_model_is_described_as_the_model(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    model = onnx.load(write(path, MATMUL))
-    model.producer_name, model.domain, model.doc_string = "writer", "domain", "what it is"
-    model.graph.doc_string = "what its graph is"
-    onnx.helper.set_model_props(model, {"classes": "a b"})
-    onnx.save(model, path)
-    free: dict[str, Any] = {"free_dimensions": {"batch": 4}}
-    prepared = open_ort(str(path), prepare="always", describe=True, **free)
-    plain = open_ort(str(path), describe=True, **free)
-    assert prepared.prepared
-    assert prepared.description == plain.description
-    assert plain.description.properties == {"classes": "a b"}
-    assert prepared.spec == plain.spec
 
 
 def test_model_that_was_prepared_elsewhere_is_refused(tmp_path: Path, cache: Cache) -> None:

@@ -63,11 +63,6 @@ def test_messages_have_the_ids_of_the_sample() -> None:
     assert ids == [0, 1, 2, 3, 4]
 
 
-def test_misspelt_name_is_an_error_at_run_time_and_for_mypy() -> None:
-    with pytest.raises(AttributeError, match="module 'mcinfer' has no attribute 'Mastr'"):
-        _ = mcinfer.Mastr  # type: ignore[attr-defined] # mypy says so if it finds no error here
-
-
 def test_page_about_stability_has_all_public_names_and_no_other() -> None:
     """Read from the sources, since some of these modules need packages that are not installed here."""
     page = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")

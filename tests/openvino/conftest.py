@@ -8,12 +8,11 @@ from typing import Any
 import onnx
 import pytest
 
-from tests.conftest import prepared_models
+from tests.conftest import onnx_model, prepared_models
 from tests.process.conftest import (
     _nothing_is_left,
     checked_together,
     fake_model,
-    onnx_model,
     pytest_runtest_makereport,
     runtime_dir,
 )

@@ -10,15 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import onnx
 import psutil
 import pytest
-from onnx import parser
 
 from mcinfer import Master
 from tests.process.models import (
     FakeModel,
-    OnnxModel,
     SharedMaster,
     fake_master,
     write_fake_model,
@@ -141,20 +138,5 @@ def fake_model(tmp_path: Path) -> FakeModel:
         nonlocal count
         count += 1
         return write_fake_model(tmp_path / f"model{count}.json", **content)
-
-    return write
-
-
-@pytest.fixture
-def onnx_model(tmp_path: Path) -> OnnxModel:
-    """Writes an ONNX model that is given in ONNX's text format, such as `tests.process.models.AFFINE`."""
-    count = 0
-
-    def write(text: str) -> Path:
-        nonlocal count
-        count += 1
-        path = tmp_path / f"model{count}.onnx"
-        onnx.save(parser.parse_model(text), path)
-        return path
 
     return write

@@ -27,12 +27,6 @@ os.dup2(os.open(sys.argv.pop(1), os.O_RDWR | os.O_NOCTTY), 2)
 WIDTH = 1024
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    return Cache.default()
-
-
 def stack(path: Path, layers: int) -> Path:
     """Save a model of so many matrices of 4 MB each."""
     rng = np.random.default_rng(0)

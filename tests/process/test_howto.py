@@ -38,10 +38,8 @@ PRINTING = ["README.md", "docs/ort.md"]
 """Pages whose program prints, in every run, what the page shows."""
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program prints something else if an earlier one has learned how its model splits."""
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
+# A program prints something else if an earlier one has learned how its model splits.
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -76,12 +76,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("inline") / "model.onnx", 0.5)
 
 
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    return Cache.default()
-
-
 def feed(rows: int = 3) -> dict[str, NDArray[Any]]:
     random = np.random.default_rng(1)
     return {"x": random.standard_normal((rows, WIDTH)).astype(np.float32)}
@@ -296,20 +290,20 @@ def test_cache_that_cannot_be_used_opens_a_plain_session(
 
 
 def test_mapped_entry_survives_clear_and_goes_with_its_last_session(
-    model: Path, empty_cache: Cache
+    model: Path, cache: Cache
 ) -> None:
     session = ort.InferenceSession(model, providers=CPU)
     binding = session.io_binding()  # holds the native session
     key, wanted = session.prepared, session.run(None, feed())
-    assert empty_cache.clear()[1] == 1
+    assert cache.clear()[1] == 1
     np.testing.assert_array_equal(session.run(None, feed()), wanted)
     del session
     gc.collect()
-    assert empty_cache.clear()[1] == 1
+    assert cache.clear()[1] == 1
     del binding
     gc.collect()
     assert not is_mapped(key)
-    assert empty_cache.clear()[1] == 0
+    assert cache.clear()[1] == 0
 
 
 def test_program_that_closed_all_descriptors_keeps_those_that_it_opens_later(
@@ -403,12 +397,12 @@ def late(*_: object) -> None:
 
 
 def test_program_that_ends_its_start_by_a_signal_gets_its_own_exception(
-    model: Path, empty_cache: Cache
+    model: Path, cache: Cache
 ) -> None:
     """While the model is prepared, which is nearly all of a first start."""
 
     def end_the_start() -> None:
-        wait_until(lambda: [*empty_cache.folder.glob("tmp-*/*")])  # which the child writes
+        wait_until(lambda: [*cache.folder.glob("tmp-*/*")])  # which the child writes
         os.kill(os.getpid(), signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, late)
@@ -420,7 +414,7 @@ def test_program_that_ends_its_start_by_a_signal_gets_its_own_exception(
             ended.result()
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert empty_cache.entries() == []
+    assert cache.entries() == []
 
 
 def test_what_a_handler_raises_comes_out_of_every_step_of_a_start(

@@ -36,9 +36,6 @@ loop (int64 n, float[batch, 4] x) => (float[batch, 4] y) <bool go = {{1}}> {{
 """
 """Changes the sign n times: as long a run as is wanted."""
 
-TO_ORDER = f"{HEAD} to_order (float[n] x, int64[r] to) => (float[a, b] y) {{ y = Reshape(x, to) }}"
-"""Only a run shows the size of the output; it fails where the sizes do not go together."""
-
 BUILD = "ModelParallelRunner's build from file failed"
 
 ENDLESS = np.array(10**12)
@@ -240,19 +237,3 @@ def test_callbacks_are_called_around_the_run_and_what_does_not_fit_fails_its_cal
             ):
                 runner.predict([data])
         assert runner.statistics().accepted == 2
-
-
-def test_outputs_that_are_given_are_written_where_the_run_succeeds(onnx_model: OnnxModel) -> None:
-    """`Model` and the runner have the same code for this; see test_mslite_model.py for the rest."""
-    with built(onnx_model(TO_ORDER)) as runner:
-        place, empty = np.full((3, 2), -1, np.float32), list[Tensor]()
-        given, own = [Tensor(place)], runner.get_outputs()
-        with pytest.raises(mcinfer.PredictError, match=r"^predict failed! Error is .*onnxruntime"):
-            runner.predict([floats(6), np.array([4, 2])], given)
-        with pytest.raises(RuntimeError, match=r"^predict failed! Error is output"):
-            runner.predict([floats(6), np.array([2, 3])], given)
-        assert (place == -1).all()
-        for outputs in (given, empty, own):
-            assert runner.predict([floats(6), np.array([3, 2])], outputs) is outputs
-            np.testing.assert_array_equal(outputs[0].get_data_to_numpy(), floats(3, 2))
-        np.testing.assert_array_equal(place, floats(3, 2))

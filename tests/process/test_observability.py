@@ -47,14 +47,8 @@ PRINTED = (
 STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SPANS = PROGRAMS
 
 
-@pytest.fixture
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The requests by which a split is learned count as well: another test may have learned it."""
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.mark.thorough
-@pytest.mark.usefixtures("_empty_cache")
+@pytest.mark.usefixtures("cache")  # requests by which a split is learned count as well
 @pytest.mark.parametrize(
     ("text", "printed"), [*zip((STATISTICS, LOGGING, TRACES, SPANS), PRINTED, strict=True)]
 )

@@ -26,6 +26,8 @@ ALWAYS = EngineOptions(prepare="always")
 
 Array = NDArray[np.float32]
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 
 def dense(path: Path, size: int = 64, seed: int = 1) -> Path:
     """Save a model of y = x w, with as many rows and columns of weights."""
@@ -38,13 +40,6 @@ def dense(path: Path, size: int = 64, seed: int = 1) -> Path:
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that takes about half a second to prepare, in which much can be done to those who do it: 49 MB."""
     return dense(tmp_path_factory.mktemp("large") / "large.onnx", size=3500)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    """The user's cache, for each test an empty one."""
-    monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    return Cache.default()
 
 
 def answer(master: Master) -> Array:

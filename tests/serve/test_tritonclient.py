@@ -127,21 +127,6 @@ def test_numbers_of_all_types_come_back_as_bytes(client: Client, rows: int, colu
     assert_same(client.infer("numbers", sent), sent)
 
 
-def test_numbers_of_all_types_come_back_as_json(server: Server) -> None:
-    """BF16 is sent as bytes: the client has no other way."""
-    sent = models.numbers()
-    with Client("http", server) as client:
-        bfloat = client.inputs({"in_BF16": sent["in_BF16"]})
-        others = {name: array for name, array in sent.items() if name != "in_BF16"}
-        wishes = [
-            client.output(f"out_{kind}", binary_data=kind == "BF16") for kind in models.NUMBERS
-        ]
-        result = client.own.infer(
-            "numbers", [*client.inputs(others, binary_data=False), *bfloat], outputs=wishes
-        )
-    assert_same(arrays_of(result), sent)
-
-
 CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -241,21 +226,6 @@ def test_many_requests_of_one_loop_over_http_are_answered(server: Server) -> Non
                     request_compression_algorithm=coding,
                     response_compression_algorithm=coding,
                 )
-                np.testing.assert_array_equal(result.as_numpy("y"), 2 * x + 1)
-
-            await asyncio.gather(*map(one, range(200)))
-
-    asyncio.run(ask())
-
-
-def test_many_requests_of_one_loop_over_grpc_are_answered(server: Server) -> None:
-    async def ask() -> None:
-        async with tritonclient.grpc.aio.InferenceServerClient(server.grpc) as client:
-            assert await client.is_server_ready()
-
-            async def one(i: int) -> None:
-                x = models.rows(1 + i % 3, first=i)
-                result = await client.infer("affine", inputs(tritonclient.grpc, {"x": x}))
                 np.testing.assert_array_equal(result.as_numpy("y"), 2 * x + 1)
 
             await asyncio.gather(*map(one, range(200)))
@@ -368,18 +338,6 @@ def test_what_models_do_not_have_here_is_refused(client: Client) -> None:
     assert "classification" in said[0]
 
 
-@pytest.mark.parametrize("size", [3 * 16 - 1, 3 * 16 + 1])
-def test_binary_tensor_of_another_size_is_refused(server: Server, size: int) -> None:
-    with Client("http", server) as client:
-        (given,) = client.inputs({"x": X})
-        given._raw_data = bytes(size)
-        for said_size in (size, 48):
-            given._parameters["binary_data_size"] = said_size
-            with client.refused(400):
-                client.own.infer("affine", [given])
-        np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], Y)
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_request_beyond_the_limit_is_refused(
     protocol: Protocol, serve: Serve, tmp_path: Path
@@ -449,42 +407,6 @@ def _ask(protocol: Protocol, served: Server, **options: Any) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_request_of_higher_priority_is_answered_before_an_earlier_one(
-    protocol: Protocol, serve: Serve, fake_model: Held, tmp_path: Path, pipe: HeldPipe
-) -> None:
-    served = serve(*held(fake_model, tmp_path))
-
-    def wait_for_requests(count: int) -> None:
-        wait_until(lambda: served.figure("mcinfer_requests_in_flight", model="held") == count)
-
-    with ThreadPoolExecutor(3) as pool:
-        try:
-            first = pool.submit(_ask, protocol, served)
-            pipe.wait()
-            later = pool.submit(_ask, protocol, served, priority=9)
-            wait_for_requests(2)
-            sooner = pool.submit(_ask, protocol, served, priority=1)
-            wait_for_requests(3)
-            second, third = HeldPipe(tmp_path / "pipe0"), None
-            pipe.tell("")
-            try:
-                second.wait()
-                third = HeldPipe(tmp_path / "pipe0")
-                second.tell("")
-                third.wait()
-                for one in (first, sooner):
-                    np.testing.assert_array_equal(one.result(60), Y)
-                assert not later.done()
-            finally:
-                second.close()
-                if third is not None:
-                    third.close()
-            np.testing.assert_array_equal(later.result(60), Y)
-        finally:
-            pipe.close()
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_request_of_a_client_that_is_gone_is_cancelled(
     protocol: Protocol, serve: Serve, fake_model: Held
 ) -> None:
@@ -511,18 +433,6 @@ def test_request_of_a_client_that_is_gone_is_cancelled(
             assert ended.wait(60)
         wait_for_requests(0)
         np.testing.assert_array_equal(client.infer("held", {"x": X})["y"], Y)
-
-
-def test_failed_request_gives_back_its_memory_at_once(serve: Serve, fake_model: Held) -> None:
-    """Not when garbage is next collected."""
-    model = fake_model(when={"-1": "fail"})
-    served = serve(model, "--name", "fails", "--engine", "fake", "--devices", 1)
-    x = np.full((1000, 4), -1, np.float32)
-    with Client("http", served) as client:
-        for _ in range(10):
-            with client.refused(500):
-                client.infer("fails", {"x": x})
-    assert served.figure("mcinfer_memory_used_bytes", model="fails") < 3 * x.nbytes
 
 
 # Models come and go.
@@ -633,25 +543,6 @@ version_policy: { latest { num_versions: 1 } }
         (stats,) = client.own.get_inference_statistics("affine")["model_stats"]
         counts = [stats[what] - before[what] for what in ("execution_count", "inference_count")]
         assert counts == [1, 4]
-
-
-def test_configuration_decides_how_many_may_queue(serve: Serve, tmp_path: Path) -> None:
-    text = """
-max_batch_size: 4
-instance_group [ { count: 2 } ]
-dynamic_batching {
-  max_queue_delay_microseconds: 3600000000
-  default_queue_policy { max_queue_size: 1 default_timeout_microseconds: 3600000000 }
-}
-"""
-    served = serve("--repository", configured(tmp_path / "repo", text))
-    with served.connection() as waiting, Client("http", served) as client:
-        client.infer("affine", {"x": models.rows(16)})
-        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0] * 4}
-        waiting.request("POST", "/v2/models/affine/infer", json.dumps({"inputs": [tensor]}))
-        wait_until(lambda: served.figure("mcinfer_requests_in_flight", model="affine") == 1)
-        with client.refused(503):
-            client.infer("affine", {"x": X})
 
 
 def test_devices_are_dealt_out_over_models(serve: Serve, tmp_path: Path) -> None:
