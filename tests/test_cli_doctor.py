@@ -306,26 +306,6 @@ def test_device_that_does_not_exist_is_a_failure(
         assert f"device {device} does not exist{why}" in only_line(err)
 
 
-@pytest.mark.parametrize("cards", [True, False])
-def test_gpus_are_those_of_the_driver(
-    cards: bool, nvidia_smi: Callable[[str], None], capsys: Capture
-) -> None:
-    nvidia_smi(TWO_GPUS if cards else "echo no driver >&2; exit 9")
-    assert main(["devices", "--devices", "1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    *_, first, last = (i for i, line in enumerate(lines) if line.startswith(("  CPU", "worker")))
-    shown = lines[first + 1 : last]
-    if not cards:
-        assert shown == ["no GPU was found: nvidia-smi: no driver"]
-        return
-    gpu = "1.0 GiB, 0.5 GiB free, compute mode Default"
-    assert shown[:2] == [f"cuda:{i}: A{i}, {gpu}" for i in range(2)]
-    assert shown[2] == "  driver 580.65, up to CUDA 13.0; no MPS: processes of one GPU take turns"
-    assert "unless CUDA_DEVICE_ORDER=PCI_BUS_ID" in shown[3]
-    unusable = bool(installed_runtime().without_cuda)
-    assert ["has no CUDAExecutionProvider" in line for line in shown[4:]] == [True] * unusable
-
-
 def test_sockets_and_cores_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
     for core, files in {0: ("0", "0,2"), 1: ("0", "1,3"), 2: ("0", "0,2")}.items():

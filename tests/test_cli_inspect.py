@@ -19,7 +19,6 @@ from mcinfer.model_cache.cache import FAILURE_FILE, Cache
 from mcinfer.model_cache.keys import read_content
 from tests.command_line import FLOAT, Capture, Value, only_line, save, save_double
 
-OFFERED = f"onnxruntime {ort.__version__} offers: {', '.join(ort.get_available_providers())}"
 NOT_CHECKED = "as the model's symbols say; not checked yet: the next request shows it"
 
 
@@ -42,26 +41,6 @@ def said(model: Path, capsys: Capture, *options: str) -> list[str]:
 def inspected(model: Path, capsys: Capture) -> dict[str, Any]:
     found: dict[str, Any] = json.loads("\n".join(said(model, capsys, "--json")))
     return found
-
-
-def test_inspect_describes_a_model(cache: Cache, tmp_path: Path, capsys: Capture) -> None:
-    assert said(save_double(tmp_path), capsys) == [
-        "inputs:",
-        "  x: float32[batch, 3]",
-        "outputs:",
-        "  y: float32[batch, 3]",
-        f"batch: {NOT_CHECKED}",
-        "  split along axis 0: x",
-        "  joined along axis 0: y",
-        "runs on: CPUExecutionProvider",
-        OFFERED,
-        "operators: 1 node of 1 type",
-        "  1  Add",
-        "weights: 0 initialisers, 0.0 MB",
-        "written: IR version 10; opsets ai.onnx 21",
-        "prepared: no; a worker loads the file as it is",
-    ]
-    assert not cache.folder.exists()  # nothing is made for a look at a small model
 
 
 def test_inspect_says_what_is_split(tmp_path: Path, capsys: Capture) -> None:

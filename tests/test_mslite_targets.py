@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError
+from mcinfer.errors import InvalidInputError, MissingDependencyError
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
@@ -184,28 +184,6 @@ def test_settings_of_an_ascend_are_said_in_the_words_of_each_runtime(
     assert all("no effect on ONNX models" in remark for remark in attempt.remarks)
     original = only(context, sections, model_type=ModelType.MINDIR)
     assert original.options.provider_options == for_mindir
-
-
-def test_target_that_fails_is_replaced_by_the_next_with_its_words_at_the_callers_line() -> None:
-    def build(attempt: Attempt) -> str:
-        if attempt.target == "gpu":
-            raise BuildError("no such card")
-        return attempt.target
-
-    def opened(*target: str, **settings: Any) -> str:
-        return open_first(
-            source_of(context_of(*target, **settings)), build, alone=True, stacklevel=2
-        )
-
-    assert opened("cpu") == "cpu"  # no warning
-    text = "target gpu cannot be used here (no such card): the model runs on the cpu"
-    with pytest.warns(UserWarning, match=r"unknown|cannot be used here") as caught:
-        assert opened("gpu", gpu_provider="x") == "cpu"
-    assert [str(warning.message) for warning in caught] == [
-        "gpu provider 'x' is unknown, expected '' or 'tensorrt'",
-        text,
-    ]
-    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:

@@ -173,10 +173,6 @@ def test_options_of_a_running_program_can_be_pickled_and_made_again() -> None:
     [
         (lambda given: setattr(given, "enable_profiling", True), "enable_profiling: got"),
         (
-            lambda given: setattr(given, "use_per_session_threads", False),
-            "use_per_session_threads:",
-        ),
-        (
             lambda given: given.set_provider_selection_policy(
                 ort.OrtExecutionProviderDevicePolicy.PREFER_CPU
             ),
@@ -371,20 +367,15 @@ FED: list[tuple[str, Any]] = [
     ("x", np.ones((1, 3), np.float32)),
     ("x", np.ones((3, 1), np.float32).T),
     ("x", np.ones((1, 3))),
-    ("x", np.ones((1, 3), np.float16)),
     ("x", np.ones((1, 3), np.int32)),
     ("x", np.ones(3, np.float32)),
     ("x", np.ones((1, 4), np.float32)),
     ("x", np.float32(3)),
     ("x", [[1.0, 2.0, 3.0]]),
     ("x", [[1, 2, 3]]),
-    ("x", [np.ones(3, np.float32)]),
     ("x", [[1.0], [2.0, 3.0]]),
-    ("x", ((1.0, 2.0, 3.0),)),
-    ("x", 3.0),
     ("x", None),
     ("x", "text"),
-    ("x", {"a": 1}),
     ("x", onnxruntime.OrtValue.ortvalue_from_numpy(np.ones((1, 3), np.float32))),
     ("x", onnxruntime.OrtValue.ortvalue_from_numpy(np.ones((1, 3)))),
     ("i", np.array([2])),

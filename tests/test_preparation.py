@@ -209,19 +209,6 @@ def test_folder_of_external_data_may_be_another_one(tmp_path: Path) -> None:
         assert entry(open_ort(model, prepare="always")) == entry(engine)
 
 
-def test_model_in_memory_is_prepared_too(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "model.onnx", MATMUL))
-    fd = os.memfd_create("model")
-    try:
-        os.write(fd, path.read_bytes())
-        for process in ("self", os.getpid()):
-            engine = open_ort(f"/proc/{process}/fd/{fd}", prepare="always")
-            assert entry(engine)
-    finally:
-        os.close(fd)
-    assert_same(engine, open_ort(str(path)))
-
-
 def test_engines_of_one_model_map_one_entry_until_the_last_is_gone(
     tmp_path: Path, model: str, cache: Cache
 ) -> None:

@@ -455,26 +455,6 @@ def test_stages_overlap_and_give_only_what_they_make(tmp_path: Path) -> None:
 # Failures.
 
 
-def test_run_that_all_ranks_of_a_master_refuse_before_they_meet_fails_alone(tmp_path: Path) -> None:
-    text = """(float[2] x) => (float[2] y) {
-        index = Cast<to=7>(x)  picked = Gather(table, index)  sum = AllReduce(picked)  y = AllReduce(sum)
-    }"""
-    path = save(tmp_path / "model.onnx", text, {"table": np.array([5], np.float32)})
-    good, bad = np.zeros(2, np.float32), np.ones(2, np.float32)
-
-    def rank(group: Group, stack: ExitStack) -> None:
-        engine = opened(stack, group, path, deliver_everywhere=False)
-        run = Bound(engine, {"x": good}, {"y": (2,)})
-        for _ in range(3):  # the first fails before shapes are known
-            with pytest.raises(PredictError, match="out of data bounds"):
-                run({"x": bad})
-            found = run({"x": good})["y"].tolist()
-            if not group.rank:
-                assert found == [45, 45]
-
-    run_ranks(3, rank)
-
-
 def failure(run: Bound, given: Arrays) -> PredictError | None:
     try:
         run(given)

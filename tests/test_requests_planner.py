@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import BuildError, InvalidInputError, QueueFullError
-from mcinfer.protocol import Predict, decode
 from mcinfer.requests import planner as planning
 from mcinfer.requests.planner import Planner
 from mcinfer.requests.request import Request
@@ -200,22 +199,6 @@ def test_input_in_shared_memory_is_held_as_long_as_the_request(arena: Arena) -> 
     assert in_use(planner, arena) == 0
 
 
-def test_results_are_copies_where_memory_is_scarce() -> None:
-    arena = Arena(MIB)
-    planner = planner_of(PLAIN, arena)
-    held = arena.allocate(600_000)
-    x = np.ones((4, 3), np.float32)
-    request = request_of(planner, [x, [0, 0]], 2, DECLARED, 0.0)
-    run(request, arena, double)
-    request.copies = arena.crowded
-    y = request.value()["y"]
-    assert arena.find(address(y), y.nbytes) is None
-    assert np.array_equal(y, 2 * x)
-    del held, request
-    assert in_use(planner, arena) == 0
-    arena.close()
-
-
 def test_request_that_finds_no_room_holds_none() -> None:
     arena = Arena(MIB)
     planner = planner_of(PLAIN, arena)
@@ -233,17 +216,6 @@ def test_request_that_finds_no_room_holds_none() -> None:
 
 
 # Plans.
-
-
-def test_batch_of_no_rows_is_answered_without_a_worker(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena, 8, WEIGHTS)
-    planner.weights.update({"m": [1, 2, 3]}, 0.0)
-    used = arena.used
-    x = np.empty((0, 3), np.float32)
-    request = request_of(planner, [x, [0, 0]], 2, DECLARED, 0.0, joinable=True)
-    assert (len(request.rows), request.settled, request.join) == (0, True, None)
-    assert request.result()["y"].shape == (0, 3)
-    assert arena.used == used
 
 
 # Frames.
@@ -490,22 +462,6 @@ def test_allocation_that_does_not_fit_is_refused(arena: Arena, shapes: Any, text
 # Strings.
 
 
-def test_strings_travel_inline_row_by_row(arena: Arena) -> None:
-    texts = model({"s": (STRING, ["batch"])}, {"t": (STRING, ["batch"])})
-    planner = planner_of(texts, arena)
-    values = ["a", b"b\x00", "ü\x00", "", np.str_("e")]
-    request = request_of(planner, [values], 2, known(texts), 0.0)
-    assert request.blocks == set()
-    read = [references(request, shard)[0][0] for shard in range(2)]
-    assert read[0] == ("s", STRING, (3,), None, ("a", b"b\x00", "ü\x00"))
-    assert read[1] == ("s", STRING, (2,), None, ("", "e"))
-    assert references(request, 0)[1] == ()
-    for shard, reference in enumerate(read):
-        request.take(shard, replied([("t", *reference[1:])]), never, shard, LIMIT)
-    assert request.value()["t"].tolist() == ["a", b"b\x00", "ü\x00", "", "e"]
-    assert arena.used == 0
-
-
 # Requests that may go in one run with others.
 
 ENCODER = model(
@@ -594,29 +550,6 @@ def test_large_common_inputs_are_not_compared(arena: Arena, size: int, joined: b
 # Weights.
 
 WEIGHTS = specs({"m": ("float32", [3])})
-
-
-def version_of(request: Request, shard: int) -> int:
-    """The version of the weights that the worker reads in a shard's PREDICT."""
-    request.number = 7
-    message = decode(request.message(shard))
-    assert isinstance(message, Predict)
-    return message.weights
-
-
-def test_all_shards_run_with_the_version_of_the_moment_when_they_were_staged(arena: Arena) -> None:
-    planner = planner_of(PLAIN, arena, weights=WEIGHTS)
-    inputs = [np.zeros((4, 3), np.float32), [0, 0]]
-    requests = []
-    for number in range(3):
-        now = planner.weights.current
-        requests.append(request_of(planner, inputs, 2, DECLARED, 0.0, weights=now))
-        assert planner.weights.update({"m": [0, 0, 0]}, 0.0) == number + 1
-    now = planner.weights.current
-    requests.append(request_of(planner, inputs, 2, DECLARED, 0.0, weights=now))
-    assert [[version_of(request, shard) for shard in range(2)] for request in requests] == [
-        [number] * 2 for number in range(4)
-    ]
 
 
 def test_requests_with_another_version_of_the_weights_have_another_key(arena: Arena) -> None:

@@ -7,21 +7,16 @@ import pytest
 
 from mcinfer.config import Limits
 from mcinfer.errors import (
-    ClosedError,
     PredictTimeoutError,
     ProtocolError,
     QueueFullError,
-    WorkerDiedError,
 )
 from mcinfer.protocol import Cancel, Exit, Message
 from mcinfer.scheduler.dispatch import UNBOUNDED_RUN, Entry, RequestTable
 from tests.orders import (
-    EXITED,
     SIGKILL,
-    SIGSEGV,
     TIMEOUTS,
     Failed,
-    PoolClosed,
     Release,
     Send,
     Settle,
@@ -51,25 +46,6 @@ def test_request_beyond_the_queue_limit_is_refused_and_changes_nothing() -> None
     assert (pool.table.accepted, pool.table.in_flight, len(pool.queue)) == (2, 2, 5)
     pool.handle_message(1.0, 0, reply(1))
     assert pool.handle_request(1.0, 3, (1,), 10.0) == []
-
-
-def test_shard_is_given_up_after_three_workers_died_on_it() -> None:
-    pool = ready_pool(4)
-    pool.handle_request(0.0, 1, (1, 1), 10.0)
-    assert pool.handle_died(1.0, 1, SIGSEGV) == [predict(2, (1, 1))]
-    assert pool.handle_died(1.5, 2, SIGKILL) == [predict(3, (1, 1))]
-    actions = pool.handle_died(2.0, 3, "exited with status 3")
-    assert outline(actions) == [
-        Failed(1, WorkerDiedError),
-        Send(worker=0, message=Cancel(request=1, shard=0)),
-    ]
-    assert text(actions) == (
-        "shard 1 of 2 was given up after 3 workers died on it: "
-        "worker 1 (cpu:1, pid 101) killed by SIGSEGV; "
-        "worker 2 (cpu:2, pid 102) killed by SIGKILL; "
-        "worker 3 (cpu:3, pid 103) exited with status 3"
-    )
-    assert pool.handle_message(3.0, 0, reply(1, 0)) == [Release(request=1)]
 
 
 def test_request_that_runs_out_of_time_settles_then_its_worker_is_killed_after_the_grace() -> None:
@@ -123,29 +99,6 @@ def test_message_that_may_not_come_is_refused_and_changes_nothing() -> None:
             pool.handle_message(1.0, 0, message)
     assert pool.handle_message(2.0, 0, reply(1))[0] == Settle(request=1)
     assert pool.lifecycle.statistics()[0].failed == 0
-
-
-def test_pool_that_drains_takes_nothing_more_and_ends_with_its_last_answer() -> None:
-    pool = ready_pool(2)
-    pool.handle_request(0.0, 1, (1, 1, 1), 10.0)
-    assert pool.handle_drain(1.0, math.inf) == []
-    with pytest.raises(ClosedError, match="it finishes what it has"):
-        pool.handle_request(1.0, 2, (1,), 10.0)
-    with pytest.raises(ClosedError):
-        pool.handle_restart(1.0)
-    assert pool.health(1.0).state == "closing"
-    assert pool.health(1.0).reasons == ("1 requests are still to be answered",)
-    assert pool.handle_message(2.0, 0, reply(1, 0)) == [predict(0, (1, 2))]
-    assert pool.handle_message(2.0, 1, reply(1, 1)) == []
-    assert pool.handle_message(3.0, 0, reply(1, 2)) == [
-        Settle(request=1),
-        Release(request=1),
-        Send(worker=0, message=Exit()),
-        Send(worker=1, message=Exit()),
-    ]
-    assert pool.handle_died(3.1, 0, EXITED) == []
-    assert pool.handle_died(3.1, 1, EXITED) == [PoolClosed()]
-    assert pool.health(4.0).state == "closed"
 
 
 def test_pool_that_drains_holds_no_request() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import onnx.parser
 import pytest
 from numpy.typing import NDArray
 
@@ -354,22 +353,6 @@ def test_run_fails_by_its_kind_and_the_next_is_served(peer: Peer, tmp_path: Path
     x[0] = 5
     peer.ask([x_at(0)], [y_at(64)])
     assert peer.array(y_at(64))[0] == 10
-
-
-def test_output_not_as_declared_comes_as_it_is(peer: Peer, tmp_path: Path) -> None:
-    text = "(float[batch, 2] x) => (float[batch, 2] y, float[batch, 2] z)"
-    text = f'<ir_version: 9, opset_import: ["": 17]> m {text} {{ y = Transpose(x) z = Neg(x) }}'
-    onnx.save(onnx.parser.parse_model(text), tmp_path / "lie.onnx")
-    peer.build(str(tmp_path / "lie.onnx"), "onnxruntime")
-    peer.attach(0)
-    x, y, z = ((name, "float32", (3, 2), 0, at) for name, at in (("x", 0), ("y", 64), ("z", 128)))
-    peer.array(x)[...] = np.arange(6).reshape(3, 2)
-    for number in (2, 3):
-        reply = peer.ask([x], [y, z])
-        assert reply.outputs == (("y", "float32", (2, 3), -number, 0), z)
-        assert np.array_equal(peer.array(z), -peer.array(x))
-    reply = peer.ask([x], [z])  # and where nothing is foreseen
-    assert reply.outputs == (("y", "float32", (2, 3), -4, 0), z)
 
 
 @pytest.mark.parametrize(

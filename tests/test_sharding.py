@@ -210,24 +210,6 @@ def unknown(axis: int | None, **known: Any) -> OutputJoin:
 
 
 @pytest.mark.parametrize(
-    ("join", "shapes"),
-    [
-        (joined(0, (3, 7), (2, 7)), [(3, 9), (2, 9)]),  # declared as 7, and the runtime gives 9
-        (joined(1, (7, 3), (7, 2)), [(7, 3, 5), (7, 2, 5)]),
-        (unknown(0, lengths=(3, 2)), [(3, 9), (2, 9)]),
-        (unknown(0), [(8, 9), (0, 9)]),
-        (unknown(2, rank=3), [(8, 9, 1), (8, 9, 4)]),
-        (unknown(None), [(), ()]),
-        (joined(None, (1, 7), (1, 7)), [(2, 7), (2, 7)]),
-        (joined(0, (3, 7)), [(5, 1)]),
-    ],
-    ids=str,
-)
-def test_parts_that_go_together_are_taken(join: OutputJoin, shapes: list[Shape]) -> None:
-    check_join("y", join, shapes, THREE[: len(shapes)])
-
-
-@pytest.mark.parametrize(
     ("join", "shapes", "text"),
     [
         (

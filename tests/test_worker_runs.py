@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import BoundRun, Buffer, Engine, Strings
 from mcinfer.errors import PredictError, ProtocolError
-from mcinfer.specs import ELEMENT_TYPES, element_type_name, numpy_dtype
+from mcinfer.specs import element_type_name, numpy_dtype
 from mcinfer.worker.runs import _MAX_RUNS, JoinedRuns, Member
 from tests.engine_requests import engine_request
 
@@ -160,36 +160,6 @@ def test_input_that_all_have_in_common_is_given_once_and_whole(start: Start) -> 
     t[0, 0] = 7  # each run reads the value of its own time: the engine fails on it
     with pytest.raises(PredictError, match="asked to fail"):
         pool.run(members, ((None, 0), (0,)))
-
-
-WHOLE_BYTES = [name for name, kind in ELEMENT_TYPES.items() if kind.bits and kind.bits % 8 == 0]
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("element_type", WHOLE_BYTES)
-def test_every_bit_of_every_type_is_copied(start: Start, element_type: str, axis: int) -> None:
-    """Also the bits of NaNs, which arithmetic would change: the engine does not run."""
-    dtype = numpy_dtype(element_type)
-    pool = start(content(element_type, ("a", "b", 3)))
-    generator = np.random.default_rng(axis)
-    pairs, raws = [], []
-    for count in (1, 4, 2):
-        shape = (count, 2, 3) if axis == 0 else (2, count, 3)
-        high = 2 if element_type == "bool" else 256
-        raw = generator.integers(0, high, prod(shape) * dtype.itemsize).astype(np.uint8)
-        pairs.append(member(raw.view(dtype).reshape(shape)))
-        raws.append(raw)
-    members = [one for one, _ in pairs]
-    staged = pool.runs.staged(members, ((axis,), (axis, axis)))
-    staged._before()
-    [((joined,), outputs)] = pool.bound
-    assert isinstance(joined, Buffer)
-    for place in outputs:
-        ctypes.memmove(place.address, joined.address, place.size)
-    staged._after(())
-    for raw, (_, answers) in zip(raws, pairs, strict=True):
-        for answer in answers.values():
-            np.testing.assert_array_equal(answer.reshape(-1).view(np.uint8), raw)
 
 
 def test_run_that_fails_scatters_nothing(start: Start) -> None:

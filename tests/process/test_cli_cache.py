@@ -32,7 +32,9 @@ def stack(path: Path, layers: int) -> Path:
     rng = np.random.default_rng(0)
     names = ["x", *(f"y{i}" for i in range(layers))]
     nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(layers)]
-    weights = {f"w{i}": rng.random((WIDTH, WIDTH), np.float32) for i in range(layers)}
+    weights = dict.fromkeys(
+        (f"w{i}" for i in range(layers)), rng.random((WIDTH, WIDTH), np.float32)
+    )
     shape: list[int | str] = ["batch", WIDTH]
     return save(path, nodes, [("x", FLOAT, shape)], [(names[-1], FLOAT, shape)], weights)
 

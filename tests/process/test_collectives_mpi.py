@@ -68,24 +68,3 @@ with join("contract", world.rank, world.size, "mpi", timeout=40) as group:
     )
     assert len({*lines}) == 1
     assert len(lines) == 3
-
-
-def test_rank_that_leaves_ends_what_others_wait_for() -> None:
-    lines = run(
-        3,
-        """
-group = join("leave", world.rank, world.size, "mpi", timeout=40)
-group.barrier()
-if world.rank == 1:
-    group.close()
-elif world.rank == 0:
-    attempt(group.barrier)
-else:
-    attempt(lambda: group.recv((2,), np.float32, 1))
-""",
-    )
-    assert [line.partition(" (pid ")[0] for line in lines] == [
-        "0 RankDiedError: rank 1",
-        "2 RankDiedError: rank 1",
-    ]
-    assert all(line.endswith(") closed the group") for line in lines)
