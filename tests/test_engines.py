@@ -5,8 +5,6 @@ import gzip
 import json
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,9 +35,9 @@ from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import ELEMENT_TYPES, STRING, ModelDescription, numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, packed, rows
+from tests.process.scripts import printed
 from tests.text_models import text_model
 
-ROOT = Path(__file__).parents[1]
 HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
 PATIENCE = 20.0
 
@@ -661,10 +659,8 @@ for name in ("onnxruntime", "openvino", "mindspore", "mindspore_lite"):
 
 
 def test_without_the_runtime_the_error_says_what_to_install() -> None:
-    command = [sys.executable, "-c", WITHOUT]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     for said, name, install in zip(
-        run.stdout.splitlines(),
+        printed(WITHOUT).splitlines(),
         ("onnxruntime", "openvino", "mindspore", "mindspore_lite"),
         (
             r"onnxruntime-gpu.*pip install .onnxruntime>=",

@@ -3,7 +3,6 @@
 import fcntl
 import grp
 import json
-import logging
 import os
 import pwd
 import re
@@ -11,7 +10,6 @@ import shutil
 import stat
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -265,20 +263,6 @@ def test_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None:
             assert str(folder) in str(failure.value)
 
 
-def test_wait_for_another_maker_ends(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
-    cache.folder.mkdir(0o700)
-    caplog.set_level(logging.INFO, "mcinfer.model_cache")
-    before, start = descriptors(), time.monotonic()
-    with (
-        locked(cache, KEY, fcntl.LOCK_EX),
-        pytest.raises(CacheUnusableError, match=r"another process .* for 0\.05 s"),
-    ):
-        cache.make(FACTS, fill_not, wait=0.05)
-    assert time.monotonic() - start >= 0.05
-    assert descriptors() == before
-    assert caplog.text.count("waiting") == 1
-
-
 def test_damaged_entry_that_is_in_use_stays(cache: Cache) -> None:
     with closing(make(cache)) as held:
         damage_a_byte(held.folder)
@@ -320,20 +304,6 @@ def three_entries(cache: Cache) -> list[str]:
         keys.append(entry_key({"number": i}))
         os.utime(cache.folder / f"{keys[-1]}.lock", (1000.0 + len(keys),) * 2)
     return keys
-
-
-def test_entries_are_listed_with_what_they_are(cache: Cache) -> None:
-    assert cache.entries() == []
-    keys = three_entries(cache)
-    (cache.folder / keys[1] / "manifest.json").unlink()
-    with locked(cache, keys[2], fcntl.LOCK_SH):
-        found = cache.entries()
-    assert [info.key for info in found] == keys
-    assert [info.used_at for info in found] == [1001.0, 1002.0, 1003.0]
-    assert [info.facts for info in found] == [{"number": 2}, {}, {"number": 1}]
-    assert [info.in_use for info in found] == [False, False, True]
-    files = [path for path in (cache.folder / keys[0]).rglob("*") if path.is_file()]
-    assert found[0].bytes == sum(path.stat().st_blocks * 512 for path in files) > len(WEIGHTS)
 
 
 def test_least_recently_used_entries_are_evicted_first_and_those_in_use_stay_and_count(

@@ -27,6 +27,7 @@ from mcinfer.ort.__main__ import main
 from mcinfer.ort.face import face
 from mcinfer.ort.session import PlainSession
 from mcinfer.specs import ELEMENT_TYPES, ModelDescription, TensorSpec, numpy_dtype
+from tests.process.scripts import printed
 
 IN_ONNXRUNTIME = [name for name in ELEMENT_TYPES if not name.startswith("complex")]
 CPU, CUDA, AZURE = "CPUExecutionProvider", "CUDAExecutionProvider", "AzureExecutionProvider"
@@ -227,11 +228,8 @@ except NotImplementedError as exc:
 
 
 def test_options_of_before_the_import_stay_unknown_whatever_is_called_later() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", MADE_BEFORE], check=True, capture_output=True, text=True
-    )
     refused = "Options: got such that were not made by this program after mcinfer.ort was imported"
-    first, why, second, why_again, why_not_run = ran.stdout.splitlines()
+    first, why, second, why_again, why_not_run = printed(MADE_BEFORE).splitlines()
     assert (first, second) == ("28.0", "28.0")
     assert why.startswith(f"Session{refused}")
     assert why_again == why

@@ -440,8 +440,11 @@ def test_ensured_model_is_in_the_cache_and_is_made_once(model: str, cache: Cache
 @pytest.mark.parametrize("hostile", [*OUTSIDE, *UNREADABLE], ids=lambda case: case.name)
 @pytest.mark.parametrize(
     ("prepare", "weights"),
-    [("never", ()), ("never", ("w",)), ("always", ("w",))],
-    ids=["plain", "replaceable", "prepared"],
+    [
+        pytest.param("never", (), id="plain"),
+        pytest.param("never", ("w",), id="replaceable"),
+        pytest.param("always", ("w",), id="prepared", marks=pytest.mark.thorough),
+    ],
 )
 def test_external_data_that_must_not_be_read_is_refused_however_a_model_is_loaded(
     tmp_path: Path, cache: Cache, hostile: Hostile, prepare: str, weights: tuple[str, ...]

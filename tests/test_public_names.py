@@ -2,29 +2,16 @@
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import mcinfer
 from mcinfer import errors, protocol
+from tests.process.scripts import printed
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ["numpy", "zmq", "msgpack", "psutil", "onnxruntime", "ml_dtypes", "asyncio"]
-
-
-def python(code: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    return run.stdout
 
 
 def test_python_without_the_gil_is_refused_with_the_variable_that_switches_it_on() -> None:
@@ -34,8 +21,8 @@ def test_python_without_the_gil_is_refused_with_the_variable_that_switches_it_on
         "try: import mcinfer; print('imported')\n"
         "except ImportError as exc: print(exc)"
     )
-    assert python(code.format(True)) == "imported\n"
-    said = python(code.format(False))
+    assert printed(code.format(True)) == "imported\n"
+    said = printed(code.format(False))
     assert said.startswith("mcinfer needs the GIL, ")
     assert "PYTHON_GIL=1" in said
 
@@ -107,7 +94,7 @@ def top_level_names(file: Path) -> dict[str, ast.expr]:
     ],
 )
 def test_import_brings_nothing_heavy(module: str, without: list[str]) -> None:
-    given = python(f"import sys, {module}; print(*sys.modules)").split()
+    given = printed(f"import sys, {module}; print(*sys.modules)").split()
     assert module in given
     assert not set(without) & set(given)
     assert module != "mcinfer" or not [name for name in given if name.startswith("mcinfer.")]
@@ -119,7 +106,7 @@ def test_import_starts_no_thread_and_sets_no_logging_up() -> None:
         "print(threading.active_count(), logging.getLogger().handlers, "
         "logging.getLogger('mcinfer').handlers)"
     )
-    assert python(code).split() == ["1", "[]", "[]"]
+    assert printed(code).split() == ["1", "[]", "[]"]
 
 
 # The exceptions.

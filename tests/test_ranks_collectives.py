@@ -8,7 +8,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,25 +198,6 @@ def test_forget_keeps_what_is_sent_after_it() -> None:
 # Errors.
 
 
-def test_steps_of_different_groups_are_an_error_with_names() -> None:
-    def body(group: Group) -> None:
-        pair = group.subgroup([0, 1])
-        for _ in range(3):
-            group.barrier()
-            if pair is not None:
-                pair.barrier()
-        used = pair if group.rank == 1 else group
-        assert used is not None
-        used.all_reduce(np.ones(2, np.int8))
-
-    start = time.monotonic()
-    outcomes = run_ranks(3, body)
-    assert time.monotonic() - start < 20.0  # at once, not at the time limit of 30 s
-    for exc in outcomes:
-        assert isinstance(exc, InvalidInputError)
-        assert "rank 1: all_reduce sum int8[2]" in str(exc) or "rank 1: an operation of" in str(exc)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "texts"),
     [
@@ -322,23 +302,6 @@ def test_rank_that_breaks_off_is_an_error_in_all_that_wait_or_will() -> None:
     closed = "ClosedError: the group is closed: rank 1: no such thing"
     assert outcomes[1] == f"{closed} {closed}"
     assert outcomes[0] == outcomes[2] == f"PeerFailedError: rank 1: no such thing {closed}"
-
-
-def test_error_in_a_subgroup_is_one_of_the_whole_group() -> None:
-    def body(group: Group) -> None:
-        pair = group.subgroup([1, 2])
-        if group.rank == 2:
-            assert pair is not None
-            pair.break_off("no such thing")
-        with pytest.raises(
-            PeerFailedError if group.rank < 2 else ClosedError, match="no such thing"
-        ):
-            (pair or group).barrier()
-        with pytest.raises(ClosedError, match="no such thing"):
-            group.barrier()
-
-    with no_descriptor_left():
-        results(3, body)
 
 
 def test_rank_that_closes_a_subgroup_ends_what_its_others_wait_for() -> None:

@@ -12,7 +12,7 @@ from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import Lease
 from mcinfer.requests.lent_blocks import MOST_BLOCKS, MOST_BYTES, LentBlocks
 from mcinfer.shm.block import Block
-from tests.open_descriptors import descriptors, no_descriptor_left
+from tests.open_descriptors import no_descriptor_left
 
 
 class Maker:
@@ -44,11 +44,6 @@ def maker() -> Iterator[Maker]:
     maker.close()
 
 
-def mappings() -> int:
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        return sum("memfd:mcinfer" in line for line in maps)
-
-
 def test_block_comes_back_once_its_last_view_is_gone(maker: Maker) -> None:
     lent = maker.lent
     for round_ in range(3):
@@ -72,20 +67,6 @@ def test_block_that_was_not_given_back_is_not_filled_again(maker: Maker) -> None
     del held
     with pytest.raises(ProtocolError, match="was not given back"):
         maker.lent.lease(-2)  # the worker does not know yet
-
-
-def test_views_live_on_after_the_worker_and_leave_nothing(maker: Maker) -> None:
-    maker.lent.lease(-2)
-    maker.fill(-2, 7)
-    before = len(descriptors()), mappings()
-    for number in range(-40, -3):
-        views = [np.asarray(maker.lent.lease(number))]
-        maker.fill(number, 9)
-        maker.lent.close()
-        assert (views[0] == 9).all()
-        views.clear()
-        maker.made.pop(number).close()
-        assert (len(descriptors()), mappings()) <= before
 
 
 def test_so_many_blocks_are_kept_and_the_others_are_closed(maker: Maker) -> None:

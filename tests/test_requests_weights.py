@@ -203,25 +203,6 @@ def test_update_that_waits_for_memory_does_not_keep_others_waiting(arena: Arena)
 # Several threads.
 
 
-def test_updates_from_many_threads_are_numbered_one_after_another(arena: Arena) -> None:
-    names = [f"w{i}" for i in range(4)]
-    store = new_store(arena, [spec(name, "int64", (64,)) for name in names])
-    start = threading.Barrier(4)
-    rounds = 100
-
-    def update(name: str) -> list[int]:
-        start.wait()
-        return [store.update({name: np.full(64, i)}, 5.0) for i in range(rounds)]
-
-    with ThreadPoolExecutor(4) as pool:
-        numbers = [future.result(30.0) for future in [pool.submit(update, n) for n in names]]
-    assert all(given == sorted(given) for given in numbers)
-    assert sorted(n for given in numbers for n in given) == [*range(1, rounds * 4 + 1)]
-    final = values(arena, store.current, store.specs)
-    assert {name: int(final[name][0]) for name in names} == dict.fromkeys(names, rounds - 1)
-    assert arena.used == len(names) * 512
-
-
 # Any sequence of updates, with versions that are held for a while.
 
 NUMBERS = st.integers(-100, 100)

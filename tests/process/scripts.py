@@ -138,6 +138,14 @@ def run(text: str, *arguments: object) -> Ended:
         return program.wait()
 
 
+def printed(code: str) -> str:
+    """What a program prints that ends well; nothing is imported for it."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=120
+    ).stdout
+
+
 def run_example(
     name: str, *arguments: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:

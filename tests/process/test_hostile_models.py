@@ -87,7 +87,7 @@ def test_external_data_outside_of_the_folder_is_refused_and_not_opened(folder: P
     hostile = OUTSIDE[0]
     model = hostile.write(folder)
     with untouched(folder.parent / "secret"):
-        text = refusal(model, EngineOptions(variable_weights=("w",)))
+        text = refusal(model, EngineOptions(variable_weights=("w",), prepare="always"))
     assert re.search(hostile.error, text), text
 
 

@@ -194,7 +194,8 @@ def mpirun(path: str, *arguments: object) -> Ended:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("cut", ["tensor", pytest.param("pipeline", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
 def test_ranks_started_by_mpirun_print_the_values_of_the_unsliced_model(
     slices: Slices, expected: NDArray[Any], cut: str
 ) -> None:

@@ -22,6 +22,7 @@ from mcinfer.examples import encoder
 from mcinfer.ray import Actor, Predictor
 from tests.process.waiting import all_gone, is_alive
 from tests.ray.conftest import CPUS, IMAGES, fake_model, pids, wait_until
+from tests.text_models import text_model
 
 MakeActor = Callable[..., Any]
 
@@ -208,23 +209,11 @@ def test_actors_of_a_node_map_one_copy_of_the_weights(
 
 def products_model(path: Path, side: int, layers: int) -> tuple[Path, int]:
     """A model of square products, and the bytes of its weights."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    rng = np.random.default_rng(1)
-    weights, nodes, last = [], [], "x"
-    for layer in range(layers):
-        values = rng.standard_normal((side, side), np.float32) / np.float32(side**0.5)
-        weights.append(numpy_helper.from_array(values, f"w{layer}"))
-        result = "y" if layer == layers - 1 else f"h{layer}"
-        nodes.append(helper.make_node("MatMul", [last, f"w{layer}"], [result]))
-        last = result
-    x, y = (
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", side])
-        for name in ("x", "y")
-    )
-    graph = helper.make_graph(nodes, "products", [x], [y], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
-    path.write_bytes(model.SerializeToString())
+    values = ["x", *(f"h{n}" for n in range(1, layers)), "y"]
+    body = " ".join(f"{values[n + 1]} = MatMul({values[n]}, w{n})" for n in range(layers))
+    text = f"(float[batch, {side}] x) => (float[batch, {side}] y) {{ {body} }}"
+    weights = {f"w{n}": (side, side) for n in range(layers)}
+    path.write_bytes(text_model(text, weights).SerializeToString())
     return path, layers * side * side * 4
 
 

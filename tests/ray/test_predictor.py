@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from mcinfer import ClosedError, EngineOptions, InvalidInputError
 from mcinfer.examples import encoder
 from mcinfer.ray import Predictor, _Cores, assigned_cards
+from tests.process.scripts import printed
 from tests.ray.conftest import IMAGES, ROOT, fake_model
 
 
@@ -132,10 +133,7 @@ def test_predictor_outside_of_ray_does_not_start_ray() -> None:
         "import ray, mcinfer.ray; from mcinfer.examples import encoder\n"
         "with mcinfer.ray.Predictor(encoder(), 1): print(ray.is_initialized())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == "False\n"
+    assert printed(code) == "False\n"
 
 
 # GPUs.
@@ -200,10 +198,7 @@ def test_forked_process_does_not_keep_the_cores() -> None:
         "first.release()\n"
         f"print(second.claim({[*CORES]}, 6))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.stdout.startswith("(90000"), done.stderr
+    assert printed(code).startswith("(90000")
 
 
 # Stalls.
