@@ -98,9 +98,16 @@ def write_lookup(path: Path, width: int = 32) -> Path:
     return save(path, text, weights, external=True)
 
 
+@cache
+def whole(model: Path) -> Any:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
 def expected(model: Path, inputs: Arrays) -> Arrays:
     """What ONNX Runtime gives for the whole model."""
-    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    session = whole(model)
     names = [item.name for item in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
