@@ -470,3 +470,15 @@ def test_tensor_without_dimensions_or_elements_goes_in_and_out(make: Make, array
     y: Any = pool.answer(request)["y"]
     np.testing.assert_array_equal(y.get(), 2 * array)
     assert y.shape == tuple(shape)
+
+
+def test_results_in_place_are_only_views_for_the_delivery_thread(make: Make) -> None:
+    pool = make()
+    assert pool.request(X, W, on="cuda:0").is_simple
+    own = Worker()
+    request = pool.request(X, W, on="cuda:0")
+    references(request, 0)
+    # Of another shape than the model declares.
+    request.take(0, replied(own.put(("y", 2 * X[:1]))), own.lend, 0, LIMIT)
+    assert not request.is_simple
+    own.close()

@@ -163,6 +163,18 @@ def test_engine_or_device_that_there_is_not_is_a_build_error(
         open_engine(engine, request(affine_model, device))
 
 
+def test_model_whose_names_fill_a_message_is_refused(tmp_path: Path) -> None:
+    name = "x" * (1 << 20)
+    with pytest.raises(
+        BuildError, match=r"^got 1048\d+ characters in the names of 2 inputs and outputs"
+    ):
+        open_fake(
+            tmp_path / "model.json",
+            inputs=[[name, "float32", ["batch"]]],
+            outputs=[["y", "float32", ["batch"], {"from": name}]],
+        )
+
+
 # The fake engine.
 
 

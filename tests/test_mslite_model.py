@@ -1,5 +1,6 @@
 """Tests of mcinfer/mslite/model.py: models in this process, on ONNX Runtime."""
 
+import gc
 import os
 import re
 import sys
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from onnx import numpy_helper, parser
 
 import mcinfer
-from mcinfer.engines.base import run_on_arrays
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -85,9 +87,14 @@ BUILD = "build_from_file failed"
     [
         ((1, 0, 1), "model_path must be str, but got <class 'int'>."),
         ((ABSENT, 0, 1, 1), "model_type must be ModelType, but got <class 'int'>."),
+        ((ABSENT, ONNX, "cpu", 1), "context must be Context, but got <class 'str'>."),
+        ((ABSENT, ONNX, None, None), "config_path must be str, but got <class 'NoneType'>."),
         ((ABSENT, ONNX, None, ABSENT, 1), f"{BUILD}, model_path does not exist!"),
         (("here", ONNX, None, ABSENT, 1), f"{BUILD}, config_path does not exist!"),
         (("here", ONNX, None, "broken", {1: 1}), f"{BUILD}! Error is config_path: "),
+        (("here", ONNX, None, "", [], 1), "config_dict must be dict, but got <class 'list'>."),
+        (("here", ONNX, None, "", {}, None, 1), "dec_mode must be str, but got <class 'int'>."),
+        (("here", ONNX, None, "", {}, None, "", "1"), "dec_num_parallel must be int, but got"),
         (("here", ONNX, None, "", {"a": {"x": 1}}), "config_dict_value_value must be str, but got"),
         (("here", ONNX, None, "", {}, "key"), "dec_key must be bytes, but got <class 'str'>."),
         (("here", ONNX, None, "", {}, b"key"), f"{BUILD}! Error is dec_key: "),
@@ -468,3 +475,28 @@ def test_models_of_one_file_share_their_weights_until_it_is_replaced(
         [[[3, 5, 7, 9]]],
         [[[4, 7, 10, 13]]],
     ]
+
+
+def test_models_of_a_groups_paths_share_the_workspace_and_no_others_do(
+    onnx_model: OnnxModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[bool] = []
+
+    def opened(name: str, request: EngineRequest, **options: Any) -> Engine:
+        shared.append("session.use_env_allocators" in request.options.session_config)
+        return open_engine(name, request, **options)
+
+    monkeypatch.setattr(_loaded, "open_engine", opened)
+    inside, outside, late = onnx_model(FIXED), onnx_model(FIXED), onnx_model(FIXED)
+    monkeypatch.chdir(inside.parent)
+    group = ModelGroup()
+    group.add_model((inside.name, str(late)))
+    group.cal_max_size_of_workspace(ModelType.ONNX)
+    model = built(inside)
+    model.resize(model.get_inputs(), [[1, 3]])  # loads it again
+    built(outside)
+    assert shared == [True, True, False]
+    del group, model
+    gc.collect()
+    built(late)
+    assert shared[3:] == [False]

@@ -270,10 +270,12 @@ def test_entries_without_an_effect_are_in_one_warning_at_the_callers_line(
         "strange": {"entry": "1"},
     }
     onnx, mindir = ModelType.ONNX, ModelType.MINDIR
+    of_processes = ("rank_table_file", "shareable_weight_pid_list")
     for target, model_type, model, alone, unused in (
         ("cpu", onnx, b"", True, {"precision_mode", "provider"}),
         ("ascend", onnx, "m", True, {"mindir_path", "provider"}),
         ("ascend", mindir, "m", True, {"mindir_path"}),
+        ("ascend", mindir, "m", False, {"mindir_path", *of_processes}),
     ):
         source = source_of(context_of(target), model_type, sections, model)
         with pytest.warns(UserWarning, match="without an effect in mcinfer: ") as caught:

@@ -70,7 +70,9 @@ def test_new_tensor_is_one_float32() -> None:
     ("arguments", "text"),
     [
         ({"tensor": [1.0]}, "or numpy ndarray, but got <class 'list'>."),
+        ({"shape": 3}, "shape must be list or tuple, but got <class 'int'>."),
         ({"dtype": 43}, "dtype must be DataType, but got <class 'int'>."),
+        ({"device": 0}, "device must be str, but got <class 'int'>."),
         ({"device": "npu"}, "now only support ascend"),
         ({"device": "ascend:0:1"}, "device must be 'ascend:index', eg: 'ascend:0'"),
         ({"device": "ascend:-1"}, "device id should >= 0"),

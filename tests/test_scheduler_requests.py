@@ -7,6 +7,7 @@ import pytest
 
 from mcinfer.config import Limits
 from mcinfer.errors import (
+    ClosedError,
     PredictTimeoutError,
     ProtocolError,
     QueueFullError,
@@ -14,9 +15,11 @@ from mcinfer.errors import (
 from mcinfer.protocol import Cancel, Exit, Message
 from mcinfer.scheduler.dispatch import UNBOUNDED_RUN, Entry, RequestTable
 from tests.orders import (
+    EXITED,
     SIGKILL,
     TIMEOUTS,
     Failed,
+    PoolClosed,
     Release,
     Send,
     Settle,
@@ -125,3 +128,26 @@ def test_deadlines_of_answered_requests_do_not_pile_up() -> None:
         tracemalloc.stop()
     assert kept < 100_000  # bytes: a tenth of all of them
     assert table.next_deadline() == 1000.0
+
+
+def test_pool_that_drains_takes_nothing_more_and_ends_with_its_last_answer() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(0.0, 1, (1, 1, 1), 10.0)
+    assert pool.handle_drain(1.0, math.inf) == []
+    with pytest.raises(ClosedError, match="it finishes what it has"):
+        pool.handle_request(1.0, 2, (1,), 10.0)
+    with pytest.raises(ClosedError):
+        pool.handle_restart(1.0)
+    assert pool.health(1.0).state == "closing"
+    assert pool.health(1.0).reasons == ("1 requests are still to be answered",)
+    assert pool.handle_message(2.0, 0, reply(1, 0)) == [predict(0, (1, 2))]
+    assert pool.handle_message(2.0, 1, reply(1, 1)) == []
+    assert pool.handle_message(3.0, 0, reply(1, 2)) == [
+        Settle(request=1),
+        Release(request=1),
+        Send(worker=0, message=Exit()),
+        Send(worker=1, message=Exit()),
+    ]
+    assert pool.handle_died(3.1, 0, EXITED) == []
+    assert pool.handle_died(3.1, 1, EXITED) == [PoolClosed()]
+    assert pool.health(4.0).state == "closed"
