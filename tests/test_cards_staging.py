@@ -20,14 +20,7 @@ import pytest
 from mcinfer.cards.cuda import Card
 from mcinfer.cards.staging import CardEngine, _SharedWeights, memory_limit, open_on_card
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines.base import (
-    BoundRun,
-    Buffer,
-    Engine,
-    Produced,
-    Strings,
-    array_over,
-)
+from mcinfer.engines.base import BoundRun, Buffer, Engine, Produced, Strings, array_over
 from mcinfer.errors import BuildError, CardLostError, PredictError
 from mcinfer.examples import encoder
 from mcinfer.protocol import Build

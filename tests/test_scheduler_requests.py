@@ -6,12 +6,7 @@ import tracemalloc
 import pytest
 
 from mcinfer.config import Limits
-from mcinfer.errors import (
-    ClosedError,
-    PredictTimeoutError,
-    ProtocolError,
-    QueueFullError,
-)
+from mcinfer.errors import ClosedError, PredictTimeoutError, ProtocolError, QueueFullError
 from mcinfer.protocol import Cancel, Exit, Message
 from mcinfer.scheduler.dispatch import UNBOUNDED_RUN, Entry, RequestTable
 from tests.orders import (

@@ -14,12 +14,7 @@ import psutil
 import pytest
 
 from mcinfer import Master
-from tests.process.models import (
-    FakeModel,
-    SharedMaster,
-    fake_master,
-    write_fake_model,
-)
+from tests.process.models import FakeModel, SharedMaster, fake_master, write_fake_model
 from tests.process.waiting import is_alive, wait_until
 
 _FAILED = pytest.StashKey[bool]()

@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from mcinfer import (
-    EngineOptions,
-    Master,
-)
+from mcinfer import EngineOptions, Master
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (

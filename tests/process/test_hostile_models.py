@@ -14,15 +14,7 @@ import numpy as np
 import pytest
 
 from mcinfer import BuildError, EngineOptions, Limits, Master, PredictError
-from tests.hostile_models import (
-    MALFORMED,
-    OUTSIDE,
-    SECRET,
-    UNREADABLE,
-    Hostile,
-    bomb,
-    run_bomb,
-)
+from tests.hostile_models import MALFORMED, OUTSIDE, SECRET, UNREADABLE, Hostile, bomb, run_bomb
 from tests.process.waiting import pids
 
 ROWS = {"x": np.zeros((2, 4), np.float32)}

@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcinfer import (
-    ClosedError,
-    InvalidInputError,
-    ParallelPredictUtils,
-    PredictError,
-)
+from mcinfer import ClosedError, InvalidInputError, ParallelPredictUtils, PredictError
 from tests.process.models import FakeModel, act, assert_answers, rows
 from tests.process.waiting import all_gone
 

@@ -14,13 +14,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import (
-    InvalidInputError,
-    Limits,
-    Master,
-    RequestTrace,
-    Split,
-)
+from mcinfer import InvalidInputError, Limits, Master, RequestTrace, Split
 from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import wait_until
