@@ -203,7 +203,7 @@ def test_threads_of_a_worker_have_cores_of_their_own(fake_model: FakeModel) -> N
 
 def many_callers(master: Master, model: Callable[[Any], Any] = lambda x: x * 2 + 1) -> None:
     def ask(thread: int) -> None:
-        for call in range(25):
+        for call in range(12):
             inputs = rows(1 + (thread + call) % 7, 1000.0 * thread + call)
             assert_answers(master.predict(inputs), inputs, model)
             assert_answers(master.submit(inputs).result(timeout=60.0), inputs, model)

@@ -47,7 +47,7 @@ LARGE = 17 << 20  # columns, of which an answer is larger than what a worker kee
 PICKED = [[0, 1]] * 6 + [[0], [0, 1, 2]] * 6 + [[]] * 6 + [[2, 1], [1, 2]] * 4
 
 
-def picked(columns: Sequence[int], x: NDArray[Any] = X) -> dict[str, NDArray[Any]]:
+def picked(columns: Sequence[int] | NDArray[Any], x: NDArray[Any] = X) -> dict[str, NDArray[Any]]:
     return {"x": x, "i": np.array(columns, np.int64)}
 
 
@@ -118,7 +118,7 @@ def test_large_block_is_freed_also_at_a_worker_that_gets_no_more_requests(
     x = np.zeros((1, 1), np.float32)
     with Master(onnx_model(COLUMNS), 1) as master:
         [worker] = master.statistics().workers
-        y = master.predict(picked([0] * LARGE, x))["y"]
+        y = master.predict(picked(np.zeros(LARGE, np.int64), x))["y"]
         assert maps_of_size(os.getpid(), y.nbytes) == maps_of_size(worker.pid, y.nbytes) == 1
         del y
         wait_until(lambda: not maps_of_size(os.getpid(), 4 * LARGE))

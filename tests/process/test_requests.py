@@ -122,6 +122,6 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
             same = master.predict({"words": given})["same"]
             assert same.dtype == object
             assert same.tolist() == words.tolist()
-            assert (master.predict({"words": long}, timeout=40.0)["same"] == long).all()
+        assert (master.predict({"words": long}, timeout=40.0)["same"] == long).all()
         with pytest.raises(InvalidInputError, match=r"'words'.*float64.*string"):
             master.predict({"words": np.zeros((2, 2))})

@@ -277,6 +277,7 @@ def test_random_model_runs_whole_on_any_worker_which_draws_for_itself(
     assert warnings() == [warning]
 
 
+@pytest.mark.thorough
 def test_program_of_the_documentation_prints_what_it_says(
     onnx_model: OnnxModel, tmp_path: Path
 ) -> None:
