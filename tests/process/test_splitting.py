@@ -173,7 +173,7 @@ def images(*hits: int) -> dict[str, NDArray[np.float32]]:
     return {"image": image}
 
 
-@pytest.mark.parametrize("size", ["batch", "?"])
+@pytest.mark.parametrize("size", ["batch", pytest.param("?", marks=pytest.mark.thorough)])
 def test_rows_of_a_detector_go_to_the_caller_that_they_are_of(
     onnx_model: OnnxModel, warnings: Callable[[], list[str]], size: str
 ) -> None:
@@ -192,7 +192,7 @@ def test_rows_of_a_detector_go_to_the_caller_that_they_are_of(
     assert "NonZero" in apart[0]
 
 
-@pytest.mark.parametrize("size", ["batch", "hits"])
+@pytest.mark.parametrize("size", ["hits", pytest.param("batch", marks=pytest.mark.thorough)])
 def test_counts_that_were_one_for_each_row_once_are_not_expected_again(
     onnx_model: OnnxModel, size: str
 ) -> None:

@@ -340,7 +340,7 @@ def test_leaving_the_with_statement_waits_for_each_request_as_long_as_it_has(
     assert master.health().state == "closed"
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_leaving_the_with_statement_by_an_exception_ends_it_at_once(
     fake_model: FakeModel, is_async: bool
 ) -> None:
@@ -361,7 +361,7 @@ def test_leaving_the_with_statement_by_an_exception_ends_it_at_once(
     assert isinstance(futures[0].exception(0.0), ClosedError)
 
 
-@pytest.mark.parametrize("way", ["with", "async with"])
+@pytest.mark.parametrize("way", ["with", pytest.param("async with", marks=pytest.mark.thorough)])
 def test_ctrl_c_ends_the_draining(fake_model: FakeModel, way: str) -> None:
     text = """
 import asyncio, threading
@@ -423,7 +423,10 @@ def test_replacing_that_takes_too_long_goes_no_further(fake_model: FakeModel) ->
         assert pids(master)[1] == second
 
 
-@pytest.mark.parametrize("limit", [{"max_requests": 5}, {"max_memory_bytes": 1}])
+@pytest.mark.parametrize(
+    "limit",
+    [pytest.param({"max_requests": 5}, marks=pytest.mark.thorough), {"max_memory_bytes": 1}],
+)
 def test_workers_that_are_worn_are_recycled_and_never_together(
     fake_model: FakeModel, limit: dict[str, Any]
 ) -> None:
