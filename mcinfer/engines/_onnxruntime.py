@@ -581,13 +581,13 @@ def used_on_host(session: Any, model: Path) -> set[str]:
 
 def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
     """The weights on the request's card, if the model is prepared and this runtime can use them there."""
-    if request.slab is None or model is None or not hasattr(ort.OrtValue, "from_dlpack"):  # 1.31
+    if request.slab is None or model is None:
         return None
     on_card = providers.NAMES[providers.provider_of(request)] in ort.get_available_providers()
     tensors = request.slab(model).tensors(on_host=not on_card)
     if tensors is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    values = providers.runtime_values(tensors, ort.OrtValue.from_dlpack)
+    values = {name: ort.OrtValue.from_dlpack(each) for name, each in tensors.items()}
     sizes = {name: tensors[name].size for name in values}
     return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)
 
