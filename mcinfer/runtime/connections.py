@@ -311,8 +311,8 @@ class Connections:
         for number in blocks - gang.attached:
             block = self._block(number)
             if block is not None:
-                gang.attached.add(number)
                 self._hand_over(gang, block, str(block.device or ""))
+                gang.attached.add(number)  # else the next run would go without it
 
 
 def _check_descriptors(count: int) -> None:
