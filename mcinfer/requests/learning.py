@@ -153,8 +153,8 @@ class Learner:
         """Answer a call whose pieces failed by a whole run, and split no more; None if that fails, too."""
         if not call.may_be_rescued:
             return None
-        run = _Runs(self.planner, call, limited=False, context=None)  # its trace was announced
         try:
+            run = _Runs(self.planner, call, limited=False, context=None)  # its trace was announced
             answer = run(run.arrays)
         except McinferError:
             return None
