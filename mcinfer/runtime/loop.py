@@ -187,8 +187,7 @@ class Loop:
             self.inbox.finished = True
             return
         try:
-            end = self._drain if drain else self._end
-            self.inbox.post(Question(partial(end, timeout)))
+            self.inbox.post(Question(partial(self._end, timeout, drain=drain)))
             if self.inbox.may_wait():
                 self._wait_for_end(thread)
         except BaseException:
@@ -306,13 +305,15 @@ class Loop:
             self.supervision.note_ends(ended)
             self._readable = True
 
-    def _drain(self, seconds: float | None) -> None:
-        self._scheduler.handle_drain(monotonic(), math.inf if seconds is None else seconds)
-        self.admission.places.refuse_all(CLOSING)
-
-    def _end(self, seconds: float | None) -> None:
-        self._scheduler.handle_close(monotonic(), seconds)
-        self.admission.places.refuse_all("the master is closed")
+    def _end(self, seconds: float | None, *, drain: bool = False) -> None:
+        """Nothing once the loop has ended: then it is called in any thread, also by a finalizer."""
+        if self.inbox.finished:
+            return
+        if drain:
+            self._scheduler.handle_drain(monotonic(), math.inf if seconds is None else seconds)
+        else:
+            self._scheduler.handle_close(monotonic(), seconds)
+        self.admission.places.refuse_all(CLOSING if drain else "the master is closed")
 
     def _collapse(self, exc: BaseException) -> None:
         """A fault of mcinfer: end all workers, fail all requests."""

@@ -236,3 +236,23 @@ def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
         statistics = master.statistics()
         assert (statistics.in_flight, statistics.in_flight_bytes, statistics.failed) == (0, 0, 8)
         assert statistics.health.state == "failed"
+
+
+def test_finalizer_of_a_master_whose_loop_has_failed_does_nothing_of_the_loops(
+    fake_model: FakeModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcinfer.master")
+    master = fake_master(fake_model(), 1).start()
+    loop, once = master._loop, [SystemExit()]
+
+    def fail() -> None:
+        if once:
+            raise once.pop()
+
+    call_in_loop(master, fail)
+    wait_until(lambda: loop.inbox.gone)
+    loop.abandon()
+    master.close()
+    here = threading.current_thread().name
+    assert not [record for record in caplog.records if record.threadName == here]
+    caplog.clear()  # one holds the traceback
