@@ -277,7 +277,7 @@ def test_tensorrt_builds_into_a_folder_of_the_cache_for_each_content(
         b"x" * 3_000_000
     )
     list_entries()
-    assert "built by TensorRT: 3.0 MB" in capsys.readouterr().out
+    assert "built by TensorRT and OpenVINO: 3.0 MB" in capsys.readouterr().out
     # The oldest of all goes first, an engine as well as an entry.
     os.utime(folder, (1, 1))
     cache = Cache(Cache.default().folder, 1 << 40)

@@ -25,7 +25,7 @@ def list_entries() -> None:
     limit = f"of at most {megabytes(cache.limit_bytes)} in {cache.folder}"
     engine_bytes = cache.engine_bytes()
     if engine_bytes:
-        print(f"built by TensorRT: {megabytes(engine_bytes)}")
+        print(f"built by TensorRT and OpenVINO: {megabytes(engine_bytes)}")
     if entries or engine_bytes:
         total_bytes = engine_bytes + sum(info.bytes for info in entries)
         print(f"{counted(len(entries), 'entry')}, {megabytes(total_bytes)} {limit}")

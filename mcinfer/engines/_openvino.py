@@ -48,7 +48,7 @@ from mcinfer.engines.base import (
     array_over,
     memory_limit,
 )
-from mcinfer.engines.preparation import Runtime, content_of, facts_of
+from mcinfer.engines.preparation import Runtime, content_of, engine_folder, facts_of
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -62,7 +62,7 @@ from mcinfer.extras import requires
 from mcinfer.model_cache import is_large
 from mcinfer.model_cache.cache import ABOUT_FILE, Cache, CacheUnusableError
 from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
-from mcinfer.private import inherited, model_name
+from mcinfer.private import alone_in, inherited, model_name
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
 
 # With its package for telemetry, each import writes to ~/intel, starts a thread and sends an event
@@ -104,6 +104,13 @@ _CANCELLED = "Infer Request was canceled"
 
 _STUCK_SECONDS = 120.0
 """Longest wait for another process that compiles the same model: less than `Timeouts.start`."""
+
+_SEALED = "CPU"
+"""The device whose compiled model is written once, and depends on nothing that an entry's key lacks.
+
+Those of others depend on their drivers. A GPU writes to CACHE_DIR as long as it runs: kernels for the shapes
+that come, of models without fixed shapes (OpenVINO's kernels_cache.cpp).
+"""
 
 _SHORT_OF_MEMORY = re.compile(
     r"bad_alloc|[Ff]ailed to allocate|[Cc]an('t|not) alloc|[Oo]ut of memory|CL_OUT_OF_|"
@@ -488,13 +495,23 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
     kept: dict[str, str] = {}
     with ExitStack() as opened:
         if _is_kept(request):
+            runtime = _runtime(core, device)
             try:
-                facts = _facts(request, core, device, by_path=by_path)
-                entry = Cache.default().make(facts, fill, wait=_STUCK_SECONDS)
-                kept["CACHE_DIR"] = str(opened.enter_context(closing(entry)).folder)
+                if device == _SEALED:
+                    facts = _facts(request, runtime, by_path=by_path)
+                    entry = Cache.default().make(facts, fill, wait=_STUCK_SECONDS)
+                    kept["CACHE_DIR"] = str(opened.enter_context(closing(entry)).folder)
+                elif folder := engine_folder(request, runtime):
+                    # Another process may read what is written.
+                    opened.enter_context(alone_in(folder))
+                    kept["CACHE_DIR"] = folder
             except (CacheUnusableError, OSError) as exc:
                 _log.warning("%s: what openvino builds is not kept: %s", request.model, exc)
-        return built.pop() if built else compile_model(**kept)
+        compiled = built.pop() if built else compile_model(**kept)
+    if kept and device != _SEALED:
+        with suppress(CacheUnusableError):
+            Cache.default().evict()
+    return compiled
 
 
 def _device(core: Any, request: EngineRequest) -> str:
@@ -542,12 +559,15 @@ def _is_kept(request: EngineRequest) -> bool:
     return options.prepare == "always" or is_large(request.model, None)
 
 
-def _facts(request: EngineRequest, core: Any, device: str, *, by_path: bool) -> dict[str, Any]:
-    """What a compiled model depends on, with what OpenVINO knows its file by."""
+def _runtime(core: Any, device: str) -> Runtime:
     build = ov.__version__
     if device != "CPU":
         build += f" {core.get_property(device, 'FULL_DEVICE_NAME')}"
-    runtime = Runtime(version=_VERSION, build=build)
+    return Runtime(version=_VERSION, build=build)
+
+
+def _facts(request: EngineRequest, runtime: Runtime, *, by_path: bool) -> dict[str, Any]:
+    """What a compiled model depends on, with what OpenVINO knows its file by."""
     content = content_of(request, any_format=True)
     file = [content.stamps[0].path, content.stamps[0].mtime_ns] if by_path else None
     return {**facts_of(request, runtime, content), "file": file}

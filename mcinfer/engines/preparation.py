@@ -212,16 +212,17 @@ def identity(request: EngineRequest, content: ModelContent, runtime: str) -> str
 
 
 def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:
-    """Where TensorRT keeps what it builds for a request; None if it cannot.
+    """Where a runtime keeps what it builds as it runs (TensorRT, OpenVINO on GPUs); None if it cannot.
 
-    A folder for each model's content: TensorRT finds an engine by the graph alone, and would run an earlier
-    model's weights.
+    A folder for each model's content: TensorRT finds an engine by the graph alone, OpenVINO by the model's
+    path, and both would run an earlier model's weights.
     """
     try:
         facts = facts_of(request, runtime, content_of(request, any_format=True))
         return str(Cache.default().engine_folder(entry_key(facts)))
     except (BuildError, CacheUnusableError, MissingDependencyError, OSError) as exc:
-        _log.warning("%s: what TensorRT builds is not kept: %s", request.model, exc)
+        name = runtime.version.partition(" ")[0]
+        _log.warning("%s: what %s builds is not kept: %s", request.model, name, exc)
         return None
 
 

@@ -8,7 +8,8 @@
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
     ROOT/sources/        digests of files that models were prepared from (`keys`)
     ROOT/splits/         how models' batches are split (`split_records`)
-    ROOT/engines/KEY/    what a runtime builds while it runs (TensorRT); its mtime says when it was last used
+    ROOT/engines/KEY/    what a runtime builds while it runs (TensorRT, OpenVINO on GPUs); its mtime says
+                         when it was last used
 
 - A process that has an entry's files mapped holds LOCK_SH. One that makes or removes an entry holds LOCK_EX.
   So a mapped entry is never removed.

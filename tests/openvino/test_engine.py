@@ -709,6 +709,24 @@ def test_small_models_and_those_never_prepared_are_not_kept(cache: Cache, save: 
     assert len(blobs(cache)) == 1
 
 
+def test_device_that_goes_on_writing_has_a_folder_that_is_not_sealed(
+    cache: Cache, save: SaveModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_openvino, "_SEALED", "")  # as on a GPU
+    model = save(NEGATED)
+    assert not is_from_cache(loaded(model, prepare="always"))
+    (blob,) = cache.folder.glob("engines/*/*.blob")
+    (blob.parent / "1.cl_cache").write_bytes(b"kernels")
+    engine = loaded(model, prepare="always")
+    assert is_from_cache(engine)
+    np.testing.assert_array_equal(run(engine, rows(2))["y"], -rows(2))
+    assert not cache.entries()
+    assert not caplog.records
+    monkeypatch.setenv("MCINFER_CACHE_LIMIT", "1")
+    loaded(model, prepare="always")
+    assert not Cache.default().engine_bytes()
+
+
 @pytest.mark.parametrize("damage", ["a byte", "cut short", "a byte, and no record"])
 def test_build_that_was_damaged_is_made_again(cache: Cache, save: SaveModel, damage: str) -> None:
     text = "(float[n, 512] x) => (float[n, 512] y) { y = MatMul(x, w) }"
