@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from onnx import TensorProto, helper, parser
 from mcinfer.config import CoreShare
 from mcinfer.engines import _onnxruntime, open_engine
 from mcinfer.engines.base import (
+    ArrayEngine,
     Buffer,
     Engine,
     EngineRequest,
@@ -32,7 +34,14 @@ from mcinfer.engines.base import (
 )
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.model_cache.onnx_files import scan
-from mcinfer.specs import ELEMENT_TYPES, STRING, ModelDescription, numpy_dtype
+from mcinfer.specs import (
+    ELEMENT_TYPES,
+    STRING,
+    ModelDescription,
+    ModelSpec,
+    TensorSpec,
+    numpy_dtype,
+)
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, packed, rows
 from tests.process.scripts import printed
@@ -138,6 +147,28 @@ def test_input_that_is_an_output_as_it_is_is_written_to_its_place(
         assert not run.execute()
         assert np.array_equal(y, 2 * x)
         assert np.array_equal(passed, x)
+
+
+class Texts(ArrayEngine):
+    """An engine of a user's, whose strings are NumPy's own."""
+
+    name = "texts"
+    spec = ModelSpec(
+        inputs=(), outputs=(TensorSpec(name="y", dtype=numpy_dtype(STRING), shape=(2,)),)
+    )
+
+    def __init__(self, made: NDArray[Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        return [self.made, *inputs]
+
+
+@pytest.mark.parametrize("dtype", ["U", "O", "T"])
+def test_strings_of_an_engine_may_be_of_each_type_that_numpy_has(dtype: str) -> None:
+    engine = Texts(np.array(["a", "b"], dtype))
+    assert engine.bind([], []).execute() == [Strings(name="y", shape=(2,), values=("a", "b"))]
 
 
 OFFERED = ["mindspore", "mindspore_lite", "onnxruntime", "openvino"]
