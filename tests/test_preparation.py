@@ -388,6 +388,13 @@ def test_model_that_was_prepared_elsewhere_is_refused(tmp_path: Path, cache: Cac
     assert cache.clear()[1] == 0
 
 
+def test_model_in_a_folder_of_the_users_that_looks_like_an_entry_is_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / ("0123456789abcdef" * 2)  # as stores that go by the content name them
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    open_ort(write(folder / "model.onnx", MATMUL))
+
+
 def test_prepared_model_has_the_replaceable_weights_that_it_was_prepared_with(
     model: str,
 ) -> None:

@@ -129,7 +129,8 @@ def find_or_make(
     """
     entry, name = os.path.split(os.path.realpath(request.model))
     is_entry = name == MODEL_FILE and is_key(os.path.basename(entry))
-    if is_entry and os.path.exists(os.path.join(entry, MANIFEST)):
+    files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
+    if is_entry and all(map(os.path.exists, files)):  # a user's folder may have such a name, too
         return Preparation(held=_adopt(Path(entry), request, runtime))
     prepare, folder = request.options.prepare, request.options.session_config.get(FOLDER_KEY)
     if prepare == "never" or not _is_prepared_for(request):
