@@ -177,7 +177,12 @@ def test_state_in_the_cache_is_printed(cache: Cache, tmp_path: Path, capsys: Cap
     def fail(folder: Path, _lock: int) -> None:
         (folder / FAILURE_FILE).write_text("why")
 
+    def compile_it(folder: Path, _lock: int) -> None:
+        (folder / "1.blob").write_text("")
+
     facts = {"model": read_content(small).digest}
+    cache.make({**facts, "engine": "openvino 2026.4"}, compile_it, wait=5.0).close()
+    assert said(small, capsys)[-1] == "prepared: no; a worker loads the file as it is"
     cache.make(facts, fail, wait=5.0).close()
     line = said(small, capsys)[-1]
     assert line == "prepared: no, it cannot be; a worker loads the file as it is"

@@ -160,8 +160,8 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
 
 
 def _entries(model: Path) -> _Facts | None:
-    """The entries of this model in the cache, by key; None if the cache cannot be read."""
-    from mcinfer.model_cache.cache import Cache
+    """The prepared forms of this model in the cache, by key; None if the cache cannot be read."""
+    from mcinfer.model_cache.cache import FAILURE_FILE, MODEL_FILE, Cache
     from mcinfer.model_cache.keys import read_content
 
     digest = ""
@@ -172,10 +172,15 @@ def _entries(model: Path) -> _Facts | None:
     except (McinferError, OSError):  # the worker goes on without the cache, or says what is wrong
         return None
     itself = Path(os.path.realpath(model)).parent.name  # a prepared model may be inspected as well
-    return {
+    found = {
         info.key: (info, cache.folder / info.key)
         for info in entries
         if info.key == itself or info.facts.get("model") == digest
+    }
+    return {  # without what OpenVINO has compiled, and slices
+        key: entry
+        for key, entry in found.items()
+        if any((entry[1] / name).exists() for name in (MODEL_FILE, FAILURE_FILE))
     }
 
 
