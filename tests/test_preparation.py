@@ -407,6 +407,21 @@ def test_prepared_model_has_the_replaceable_weights_that_it_was_prepared_with(
     assert [spec.name for spec in engine.weights] == ["b"]
 
 
+def test_replaceable_weights_are_checked_before_a_model_is_prepared(
+    model: str, cache: Cache
+) -> None:
+    names = ("none",)
+    for path, text in (
+        (model, r"got \['none'\], expected names"),
+        (f"{model}.none", "No such file"),
+    ):
+        with pytest.raises(BuildError, match=text):
+            open_ort(path, prepare="always", variable_weights=names)
+        with pytest.raises(BuildError, match=text):
+            ensure_prepared(path, EngineOptions(variable_weights=names))
+    assert not cache.entries()  # no failure is remembered
+
+
 def test_weight_that_is_an_output_cannot_be_replaceable_and_one_that_is_an_input_can(
     tmp_path: Path,
 ) -> None:

@@ -45,7 +45,7 @@ from mcinfer.model_cache.cache import (
 )
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.keys import ModelContent, read_content
-from mcinfer.model_cache.onnx_files import check_regular
+from mcinfer.model_cache.onnx_files import added_inputs, check_regular, scan
 from mcinfer.private import in_words, inherited, model_name, naming_limit
 
 _MAX_GROWTH = 4
@@ -125,8 +125,14 @@ def find_or_make(
         progress: Called while it is made.
 
     Raises:
-        BuildError: The model is a prepared one already, for another runtime or CPU.
+        BuildError: The model is a prepared one already, for another runtime or CPU; or weights that are to be
+            replaceable are none of its own.
     """
+    if names := request.options.variable_weights:
+        try:
+            added_inputs(scan(request.model), names)
+        except OSError as exc:
+            raise BuildError(f"{request.model}: {exc}") from exc
     entry, name = os.path.split(os.path.realpath(request.model))
     is_entry = name == MODEL_FILE and is_key(os.path.basename(entry))
     files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
