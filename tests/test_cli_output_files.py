@@ -122,7 +122,6 @@ class Breaks(Hangs):
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(90)
 def test_interrupted_benchmark_keeps_the_last_report_and_leaves_no_process(tmp_path: Path) -> None:
     (tmp_path / "ways.py").write_text(MY_WAYS)
     (tmp_path / "x.json").write_text("of the last time")

@@ -22,8 +22,6 @@ from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import Program
 from tests.process.waiting import is_alive, wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 ONE = Load(batch=2, clients=1)
 RANDOM = InputOptions(files={}, archive=None, dims={})
 
@@ -104,7 +102,6 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(240)
 def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
     ways = ("session", "pipe", "concurrent", "inline")
     settings = {"batches": (2,), "clients": (1,), "rates": (200.0,), "scaling": True, "repeats": 1}

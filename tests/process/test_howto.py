@@ -189,7 +189,6 @@ def installed_by(line: str, folder: Path) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(240)
 def test_start_page_runs_with_what_its_install_line_brings(tmp_path: Path) -> None:
     """Step by step, in one folder."""
     text = (ROOT / "docs" / "start.md").read_text("utf-8")

@@ -28,7 +28,6 @@ def soak(*arguments: str) -> dict[str, int]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "options",
     [
@@ -46,7 +45,6 @@ def test_some_seconds_of_mixed_traffic_lose_nothing_and_leave_nothing(options: l
     assert numbers["restarts of workers"] > 0
 
 
-@pytest.mark.timeout(150)
 def test_pool_as_it_comes_loses_no_request_to_kills() -> None:
     numbers = soak("--seconds", "1", "--kills")
     assert numbers["right"] > 0

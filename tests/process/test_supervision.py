@@ -159,7 +159,6 @@ def test_health_names_a_worker_that_is_stopped_while_idle(
         assert_answers(master.predict(rows(4)), rows(4))
 
 
-@pytest.mark.timeout(120)
 def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
     fake_model: FakeModel,
 ) -> None:
