@@ -44,7 +44,7 @@ from models import BERT, Arrays, Model, encoder_model, normal, unet_inputs, unet
 
 from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.cards.cuda import Card
-from mcinfer.cli.doctor import gpus_and_driver
+from mcinfer.cli.probes import gpus_and_driver
 from mcinfer.config import Device
 from mcinfer.machine import gpus
 

@@ -23,18 +23,20 @@ from onnxruntime.datasets import get_example
 import mcinfer
 from mcinfer.cli import main
 from mcinfer.cli.doctor import (
-    Driver,
     Finding,
-    InstalledRuntime,
-    core_siblings,
     examine,
-    gpu_order_doubt,
-    gpus_and_driver,
-    installed_runtime,
     judge_gpus,
     judge_limit,
     look_at_model,
     look_at_packages,
+)
+from mcinfer.cli.probes import (
+    Driver,
+    InstalledRuntime,
+    core_siblings,
+    gpu_order_doubt,
+    gpus_and_driver,
+    installed_runtime,
     mps_folder,
 )
 from mcinfer.machine import Gpu, cpu_quota, format_core_list

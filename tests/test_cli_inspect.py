@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 from mcinfer.cli import inspect, main
-from mcinfer.cli.doctor import installed_runtime
+from mcinfer.cli.probes import installed_runtime
 from mcinfer.engines.preparation import ensure_prepared
 from mcinfer.model_cache.cache import FAILURE_FILE, Cache
 from mcinfer.model_cache.keys import read_content

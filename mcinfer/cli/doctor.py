@@ -7,15 +7,11 @@ are in the functions, so that ``--help`` comes at once.
 import json
 import os
 import platform
-import re
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,12 +19,22 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
 from mcinfer import machine
 from mcinfer.cli.options import DevicesOption
+from mcinfer.cli.probes import (
+    Driver,
+    InstalledRuntime,
+    answer,
+    core_siblings,
+    gpu_order_doubt,
+    gpus_and_driver,
+    installed_openvino,
+    installed_runtime,
+)
 from mcinfer.cli.progress import counted
 from mcinfer.config import (
     CARD_KINDS,
@@ -41,7 +47,6 @@ from mcinfer.config import (
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
 from mcinfer.extras import install
 from mcinfer.machine import Gpu
-from mcinfer.process import command, environment, import_path
 
 _TASKS_OF_A_MASTER = 8
 _TASKS_OF_A_WORKER = 8
@@ -51,24 +56,6 @@ _LIMIT_TO_ASK_FOR = 4096
 """The limit of descriptors or threads to advise, where fewer would do for now."""
 
 _TIMEOUTS = Timeouts(start=30.0, predict=10.0)
-_PROGRAM_SECONDS = 300.0
-_SMI_SECONDS = 10.0
-_ASK = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-import onnxruntime
-cuda = getattr(onnxruntime, "cuda_version", "")
-print(json.dumps([onnxruntime.__version__, onnxruntime.get_available_providers(), cuda or ""]))
-"""
-_ASK_OPENVINO = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-sys.modules["openvino_telemetry"] = None  # it would send an event
-import openvino
-core = openvino.Core()
-names = [f"{name} ({core.get_property(name, 'FULL_DEVICE_NAME')})" for name in core.available_devices]
-print(json.dumps([openvino.__version__, names]))
-"""
 _OPEN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -232,17 +219,6 @@ def devices(devices: DevicesOption = None) -> None:
             threads = counted(own.threads or len(own.cores), "thread")
             place = f"{cores_text} {machine.format_core_list(own.cores)}{shared}, {threads}"
         print(f"worker {index}: {device}, {place}")
-
-
-def core_siblings(root: Path = Path("/")) -> tuple[int, int]:
-    """How many sockets and physical cores have this process's cores; (0, 0) if unknown (cputopology.rst)."""
-    names = ("physical_package_id", "thread_siblings_list")
-    cores = [root / f"sys/devices/system/cpu/cpu{i}/topology" for i in os.sched_getaffinity(0)]
-    try:
-        sockets, physical = ({(core / name).read_bytes() for core in cores} for name in names)
-    except OSError:
-        return 0, 0
-    return len(sockets), len(physical)
 
 
 def quota_text(quota: float | None, cores: int) -> str:
@@ -483,65 +459,6 @@ def look_at_packages() -> Iterator[Finding]:
     yield Finding("extras", text, advice(old.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class InstalledRuntime:
-    """ONNX Runtime as it is installed; the libraries that its providers need may be missing all the same.
-
-    Attributes:
-        cuda: The version of CUDA that it was built with; empty for a build without.
-    """
-
-    version: str
-    providers: Sequence[str]
-    cuda: str = ""
-
-    def __str__(self) -> str:
-        build = f", built with CUDA {self.cuda}," if self.cuda else ""
-        return f"onnxruntime {self.version}{build} offers: {', '.join(self.providers)}"
-
-    @property
-    def without_cuda(self) -> str:
-        """The message where there are GPUs, and it cannot use them; else an empty text."""
-        if "CUDAExecutionProvider" in self.providers:
-            return ""
-        return f"onnxruntime {self.version} has no CUDAExecutionProvider: it runs nothing on them"
-
-
-def installed_runtime() -> InstalledRuntime:
-    """ONNX Runtime, imported in a child: a process keeps what it imports.
-
-    `EngineError`: it cannot be imported; has the last line of the error.
-    """
-    version, providers, cuda = answer(_ASK, "onnxruntime cannot be imported")
-    return InstalledRuntime(version, providers, cuda)
-
-
-def answer(code: str, failed: str, *arguments: str) -> list[Any]:
-    """What a program prints as JSON; its first argument is the import path.
-
-    Raises:
-        EngineError: It did not end in time, or not well: `failed`, and its last line.
-    """
-    try:
-        ran = subprocess.run(  # noqa: S603 nothing in it comes from outside
-            command("-c", code, json.dumps(import_path()), *arguments),
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_PROGRAM_SECONDS,
-            check=False,
-        )
-    except (subprocess.TimeoutExpired, OSError) as exc:
-        raise EngineError(f"{failed}: {exc}") from exc
-    try:
-        answer: list[Any] = json.loads(ran.stdout)
-    except ValueError:
-        words = ran.stderr.decode(errors="replace").split("\n")
-        last = next((line for line in reversed(words) if line.strip()), f"status {ran.returncode}")
-        raise EngineError(f"{failed}: {last.strip()}") from None
-    return answer
-
-
 _OTHER_ENGINES = ("openvino", "mindspore", "mindspore_lite")
 
 
@@ -572,68 +489,11 @@ def look_at_openvino() -> Iterator[Finding]:
     if find_spec("openvino") is None:
         return
     try:
-        version, names = answer(_ASK_OPENVINO, "openvino cannot be imported")
+        version, names = installed_openvino()
         yield Finding("openvino", f"{version} has: {', '.join(names)}")
     except EngineError as exc:
         advice = "pip install --force-reinstall openvino, or pip uninstall openvino"
         yield Finding("openvino", str(exc), warning=advice)
-
-
-@dataclass(frozen=True, slots=True)
-class Driver:
-    """What serves the GPUs; its text is the driver's version, and whether MPS runs.
-
-    Attributes:
-        cuda: The newest version of CUDA that it serves; empty if it does not say.
-        mps: The folder of an MPS daemon that runs.
-    """
-
-    version: str
-    cuda: str = ""
-    mps: str | None = None
-
-    def __str__(self) -> str:
-        serves = f", up to CUDA {self.cuda}" if self.cuda else ""
-        mps = "no MPS: processes of one GPU take turns"
-        if self.mps is not None:
-            mps = f"MPS runs, in {self.mps}"
-        return f"driver {self.version or 'unknown'}{serves}; {mps}"
-
-
-def gpus_and_driver() -> tuple[Sequence[Gpu], Driver]:
-    """The GPUs of this machine, at least one; raises as `mcinfer.machine.gpus` does."""
-    found, match = machine.gpus(), None
-    with suppress(OSError):  # the cards are there, whatever becomes of a second question
-        # No field of a query has it; it stands above every report of ``nvidia-smi -q``.
-        report = machine.nvidia_smi(_SMI_SECONDS, "--query", "--display=COMPUTE")
-        match = re.search(r"CUDA (?:\w+ )?Version\s*:\s*(\d[\d.]*)", report)
-    return found, Driver(found[0].driver, match[1] if match else "", mps_folder())
-
-
-def mps_folder() -> str | None:
-    """The folder of the MPS daemon that CUDA would use in this process; None if none answers.
-
-    CUDA asks the same way, at its first call: it connects to the daemon's socket, and does without MPS if it
-    cannot (nvidia-cuda-mps-control(1)).
-    """
-    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"  # noqa: S108 its default
-    with socket.socket(socket.AF_UNIX) as daemon:
-        daemon.settimeout(1.0)
-        try:
-            daemon.connect(f"{folder}/control")
-        except OSError:  # as for CUDA, whatever the reason
-            return None
-    return folder
-
-
-def gpu_order_doubt(count: int) -> str:
-    """A warning if the numbers of GPUs may not be CUDA's, which counts the fastest first.
-
-    See the CUDA C++ Programming Guide, "CUDA Environment Variables".
-    """
-    if count < 2 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return ""
-    return "numbered by bus; CUDA's order may be another one, unless CUDA_DEVICE_ORDER=PCI_BUS_ID"
 
 
 def judge_gpus(gpus: Sequence[Gpu], driver: Driver, runtime: InstalledRuntime | None) -> Finding:

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from mcinfer.cli.cache import KEY_CHARACTERS
-from mcinfer.cli.doctor import gpus_and_driver, installed_runtime
 from mcinfer.cli.options import (
     BatchAxisOption,
     ModelArgument,
@@ -23,6 +22,7 @@ from mcinfer.cli.options import (
     check_model,
     engine_for,
 )
+from mcinfer.cli.probes import gpus_and_driver, installed_runtime
 from mcinfer.cli.progress import counted, let_workers_tell, megabytes
 from mcinfer.errors import BuildError, EngineError, McinferError, printable
 

@@ -12,11 +12,12 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from mcinfer import __version__, machine
-from mcinfer.cli import doctor
+from mcinfer.cli import probes
 from mcinfer.errors import EngineError
 
 _PACKAGES = (
@@ -52,8 +53,8 @@ def facts() -> Iterator[tuple[str, str]]:
     )
     yield "libzmq", _libzmq()
     yield "ONNX Runtime", _runtime()
-    for finding in doctor.look_at_openvino():
-        yield "OpenVINO", finding.found if finding.state == "ok" else _BROKEN
+    if find_spec("openvino") is not None:
+        yield "OpenVINO", _openvino()
     yield "system", _system()
     yield "CPU", f"{machine.cpu_model()}, {_cores()}"
     yield "memory", _memory()
@@ -88,16 +89,24 @@ def _python() -> str:
 
 def _libzmq() -> str:
     try:
-        return str(*doctor.answer(_ASK_LIBZMQ, _BROKEN))
+        return str(*probes.answer(_ASK_LIBZMQ, _BROKEN))
     except EngineError:
         return _BROKEN
 
 
 def _runtime() -> str:
     try:
-        return str(doctor.installed_runtime()).removeprefix("onnxruntime ")
+        return str(probes.installed_runtime()).removeprefix("onnxruntime ")
     except EngineError:
         return _BROKEN
+
+
+def _openvino() -> str:
+    try:
+        version, names = probes.installed_openvino()
+    except EngineError:
+        return _BROKEN
+    return f"{version} has: {', '.join(names)}"
 
 
 def _system() -> str:
@@ -143,7 +152,7 @@ def _limit(value: int) -> str:
 
 def _cards() -> Iterator[tuple[str, str]]:
     try:
-        cards, driver = doctor.gpus_and_driver()
+        cards, driver = probes.gpus_and_driver()
     except FileNotFoundError:
         yield "cards", "there is no nvidia-smi"
     except OSError:
