@@ -85,8 +85,7 @@ def test_package_that_is_missing_or_old_is_a_problem_and_an_old_extra_a_warning(
     monkeypatch.setattr(metadata, "distribution", lambda _: own)
 
     def judged(**versions: str) -> Iterable[Finding]:
-        there = [SimpleNamespace(name=n, version=v) for n, v in versions.items()]
-        monkeypatch.setattr(metadata, "distributions", lambda: there)
+        monkeypatch.setattr("mcinfer.cli.doctor.version_of", versions.get)
         return look_at_packages()
 
     packages, extras = judged(numpy="2.10.1", psutil="5.9.8", rich="14")
@@ -102,6 +101,9 @@ PLAIN = InstalledRuntime(version="1.2", providers=("CPUExecutionProvider",))
 CUDA = InstalledRuntime(version="1.2", providers=("CUDAExecutionProvider",), cuda="13.0")
 
 
+REINSTALL = "pip uninstall onnxruntime onnxruntime-gpu, then pip install 'cuda-bindings>="
+
+
 def test_gpus_that_cannot_be_used_or_shared_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     two = "; cuda:1: H200; driver 580.65, up to CUDA 13.1; no MPS"
@@ -110,7 +112,7 @@ def test_gpus_that_cannot_be_used_or_shared_are_a_warning(monkeypatch: pytest.Mo
         ("", None, "12.8", "/mps", "ok", "MPS runs, in /mps"),
         ("", CUDA, "", None, "ok", "driver 580.65; no MPS"),
         ("", CUDA, "12.8", None, "warning", "a driver that serves CUDA 13"),
-        ("", PLAIN, "12.8", None, "warning", "no CUDAExecutionProvider", "'onnxruntime-gpu>="),
+        ("", PLAIN, "12.8", None, "warning", "no CUDAExecutionProvider", REINSTALL),
         ("Default", CUDA, "13.0", None, "ok", "cuda:1: H200, compute mode Default"),
         ("Exclusive", CUDA, "13.0", None, "warning", "process alone may use cuda:1: ", "or MPS"),
         ("Exclusive", CUDA, "13.0", "/mps", "ok"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcinfer.errors import MissingDependencyError
-from mcinfer.extras import install, requires
+from mcinfer.extras import install, requires, version_of
 
 REQUIRES = [
     "numpy>=2",
@@ -28,7 +28,10 @@ REQUIRES = [
         ("cli", "pip install 'nothing-such>=1.5'"),  # pytest is there
         ("ml-dtypes", "pip install neither"),
         ("serve", "pip install 'absent[data,serve]>=2' 'nothing-such>=1.5' neither"),
-        ("there", "pip install 'pytest<99'"),
+        (
+            "there",
+            "pip install 'pytest<99' (with --force-reinstall if pip says that all of it is there)",
+        ),
         ("none", "install the packages of the extra 'none' in mcinfer's setup.cfg"),
     ],
 )
@@ -37,6 +40,25 @@ def test_command_names_the_packages_that_are_missing_else_all(
 ) -> None:
     monkeypatch.setattr(metadata, "requires", lambda name: {"mcinfer": REQUIRES}[name])
     assert install(extra) == command
+
+
+def test_command_after_an_uninstall_names_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: {"mcinfer": REQUIRES}[name])
+    assert install("cli", anew=True) == "pip install 'nothing-such>=1.5' 'pytest>=1'"
+    assert install("there", anew=True) == "pip install 'pytest<99'"
+
+
+def test_version_of_a_package_is_that_of_the_one_which_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a virtual environment that also has the system's packages."""
+    for number in (1, 2):
+        info = tmp_path / str(number) / f"some_package-{number}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: some_package\nVersion: {number}\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "2"), str(tmp_path / "1")])
+    assert version_of("some-package") == "2"
+    assert version_of("other-package") is None
 
 
 def test_every_extra_that_mcinfer_names_has_packages() -> None:

@@ -45,7 +45,7 @@ from mcinfer.config import (
     share_cores,
 )
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
-from mcinfer.extras import install
+from mcinfer.extras import install, version_of
 from mcinfer.machine import Gpu
 
 _TASKS_OF_A_MASTER = 8
@@ -425,10 +425,9 @@ def look_at_packages() -> Iterator[Finding]:
         return
     from packaging.requirements import Requirement
 
-    installed = {each.name: each.version for each in metadata.distributions()}
     extras = [e for e in own.metadata.get_all("Provides-Extra") or () if e not in _FOR_DEVELOPERS]
     parsed = [r for r in map(Requirement, own.requires or ()) if r.name != "mcinfer"]
-    versions = {r.name: installed.get(r.name) for r in parsed}
+    versions = {r.name: version_of(r.name) for r in parsed}
 
     def wanted(extra: str) -> list[Requirement]:
         return [r for r in parsed if r.marker is None or r.marker.evaluate({"extra": extra})]
@@ -474,7 +473,7 @@ def look_at_runtime() -> Iterator[Finding]:
             yield Finding("onnxruntime", str(runtime).removeprefix("onnxruntime "))
     except EngineError as exc:
         advice = (
-            f"{install('cpu')}, or {install('gpu')} for NVIDIA GPUs, not both; "
+            f"{install('cpu', anew=True)}, or {install('gpu', anew=True)} for NVIDIA GPUs, not both; "
             "before that pip uninstall onnxruntime onnxruntime-gpu, if one is broken"
         )
         yield Finding("onnxruntime", str(exc), problem=advice)
@@ -501,7 +500,8 @@ def judge_gpus(gpus: Sequence[Gpu], driver: Driver, runtime: InstalledRuntime | 
     doubt = gpu_order_doubt(len(gpus))
     text = "; ".join(filter(None, [*map(str, gpus), str(driver), doubt]))
     if runtime is not None and runtime.without_cuda:
-        advice = f"to use them: pip uninstall onnxruntime, then {install('gpu')}"
+        both = "pip uninstall onnxruntime onnxruntime-gpu"  # which share a folder
+        advice = f"to use them: {both}, then {install('gpu', anew=True)}"
         return Finding("GPUs", f"{text}; {runtime.without_cuda}", advice)
     advice, cure = "", "nvidia-smi --compute-mode=DEFAULT, which takes root"
     served, built = (

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 from mcinfer import __version__, machine
 from mcinfer.cli import probes
 from mcinfer.errors import EngineError
+from mcinfer.extras import version_of
 
 _PACKAGES = (
     *("numpy", "pyzmq", "msgpack", "psutil"),
@@ -46,11 +47,8 @@ def facts() -> Iterator[tuple[str, str]]:
     """What is installed, then the machine; each fact is one line of text."""
     yield "mcinfer", f"{__version__}, {_kind_of_install()}"
     yield "Python", _python()
-    versions = {each.name: each.version for each in metadata.distributions()}
-    yield (
-        "packages",
-        ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions),
-    )
+    versions = ((name, version_of(name)) for name in _PACKAGES)
+    yield "packages", ", ".join(f"{name} {version}" for name, version in versions if version)
     yield "libzmq", _libzmq()
     yield "ONNX Runtime", _runtime()
     if find_spec("openvino") is not None:
