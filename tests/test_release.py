@@ -1,12 +1,21 @@
 """Tests of tools/release.py: what `make release` builds is the same each time, and has what it should."""
 
+import shutil
+import subprocess
 import tarfile
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from tools.release import EXAMPLE, ROOT, compare, normalized, refuse_deprecations
+from tools.release import (
+    EXAMPLE,
+    ROOT,
+    compare,
+    normalized,
+    refuse_deprecations,
+    unpack_commit,
+)
 
 
 def sdist(path: Path, time: float, user: str, names: list[str]) -> Path:
@@ -29,6 +38,26 @@ def test_sdists_of_the_same_files_have_the_same_bytes(tmp_path: Path) -> None:
             b"README",
             b"setup.py",
         ]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_configuration_of_git_changes_neither_modes_nor_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, "/dev/null")
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "file").write_bytes(b"a\nb\n")
+    person = ("-c", "user.name=zaphod", "-c", "user.email=zaphod@localhost")
+    for command in (("init", "-q"), ("add", "file"), (*person, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *command], cwd=repository, check=True, timeout=50)
+    for name, value in (("tar.umask", "0077"), ("core.autocrlf", "true")):
+        subprocess.run(["git", "config", name, value], cwd=repository, check=True, timeout=50)
+    unpack_commit(tmp_path / "source", repository)
+    file = tmp_path / "source" / "file"
+    assert file.read_bytes() == b"a\nb\n"
+    assert file.stat().st_mode & 0o777 == 0o644
 
 
 def test_wrong_contents_and_warnings_of_what_leaves_end_the_release() -> None:

@@ -80,11 +80,9 @@ def check_sources(version: str) -> None:
 
 def build(python: str, folder: Path) -> tuple[Path, Path]:
     """The sdist of the last commit, and the wheel that is built from the sdist."""
-    epoch, archive = run("git", "log", "-1", "--format=%ct").strip(), folder / "source.tar"
+    epoch = run("git", "log", "-1", "--format=%ct").strip()
     folder.mkdir()
-    run("git", "archive", f"--output={archive}", "HEAD")
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder / "source", filter="data")
+    unpack_commit(folder / "source")
     command = (python, "-m", "build", f"--outdir={folder}", folder / "source")
     said = run(*command, SOURCE_DATE_EPOCH=epoch)
     refuse_deprecations(said)
@@ -93,6 +91,15 @@ def build(python: str, folder: Path) -> tuple[Path, Path]:
     used = re.findall(r"setuptools==\S+", said)
     say(f"built {sdist.name} and {wheel.name} with {used[-1]}")
     return sdist, wheel
+
+
+def unpack_commit(folder: Path, repository: Path = ROOT) -> None:
+    """The files of the last commit, without what a person's configuration of git makes of modes and lines."""
+    archive = folder.with_suffix(".tar")
+    configured = ("-c", "tar.umask=0022", "-c", "core.autocrlf=false")
+    run("git", *configured, "archive", f"--output={archive}", "HEAD", cwd=repository)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
 
 
 def normalized(sdist: Path, epoch: int) -> bytes:
