@@ -52,7 +52,9 @@ OLDEST := .venv-oldest
 test-oldest:
 	mkdir -p $(OLDEST)
 	sed -nE 's/^    (numpy|pyzmq|msgpack|psutil|onnxruntime)>=/\1==/p' setup.cfg | tee $(OLDEST)/constraints.txt
-	PIP_CONSTRAINT=$(CURDIR)/$(OLDEST)/constraints.txt $(MAKE) --no-print-directory test VENV=$(OLDEST)
+	PIP_CONSTRAINT=$(CURDIR)/$(OLDEST)/constraints.txt $(MAKE) --no-print-directory $(OLDEST)/installed VENV=$(OLDEST)
+	$(OLDEST)/bin/$(PIP) --requirement $(OLDEST)/constraints.txt # also where another target has made $(OLDEST)
+	$(MAKE) --no-print-directory test VENV=$(OLDEST)
 
 # What `make test` leaves out: every cell of the fault matrix, all of ONNX's examples of operators, the programs
 # and tables of the pages, the image.
