@@ -1,7 +1,7 @@
 # Every target makes what it needs: a virtual environment in .venv, installed again when setup.cfg or pyproject.toml changes.
 # `make test PYTHON=python3.13 VENV=.venv-3.13` is the same with another Python, beside it.
 PYTHON ?= python3
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 PIP := python -m pip install --quiet --disable-pip-version-check
 DEPENDENCIES := setup.cfg pyproject.toml
