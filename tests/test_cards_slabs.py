@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
 from mcinfer.cards.cuda import ALIGNMENT
+from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.cards.slabs import SlabLayout, layout
+from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import BuildError
 from tests.text_models import text_model
 
@@ -78,3 +81,20 @@ def test_weight_of_a_type_that_cannot_be_shared_is_left_to_each_session(tmp_path
             one.data_type = TensorProto.COMPLEX64
     path.write_bytes(model.SerializeToString())
     assert [one.name for one in layout(path).tensors] == ["first", "second"]
+
+
+def test_values_of_a_runtime_lack_those_of_types_that_it_refuses() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    tensors = {
+        element_type: DlpackTensor(
+            address=memory.ctypes.data,
+            shape=(2,),
+            element_type=element_type,
+            device=None,
+            owner=memory,
+        )
+        for element_type in ("complex64", "float32", "int8")
+    }
+    values = runtime_values(tensors, ort.OrtValue.from_dlpack)
+    assert {*values} == {"float32", "int8"}
+    assert all(value.data_ptr() == memory.ctypes.data for value in values.values())

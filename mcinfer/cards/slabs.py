@@ -22,6 +22,7 @@ from typing import Any
 from mcinfer.cards.cuda import ALIGNMENT, Card, DeviceBlock, DeviceMemory
 from mcinfer.cards.dlpack import DlpackTensor
 from mcinfer.config import Device, EngineOptions
+from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import (
     BuildError,
     InvalidInputError,
@@ -164,7 +165,7 @@ class OpenSlab:
         tensors = self.tensors(on_host=not on_card)
         if tensors is None:
             raise MissingDependencyError(f"{_NEEDS_RUNTIME}: {install('gpu')}")
-        values = {name: ort.OrtValue.from_dlpack(each) for name, each in tensors.items()}
+        values = runtime_values(tensors, ort.OrtValue.from_dlpack)
         for name, value in values.items():
             session_options.add_initializer(name, value)
         session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -587,7 +587,7 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     tensors = request.slab(model).tensors(on_host=not on_card)
     if tensors is None:  # the runtime falls back to the CPU, which cannot read them
         return None
-    values = {name: ort.OrtValue.from_dlpack(each) for name, each in tensors.items()}
+    values = providers.runtime_values(tensors, ort.OrtValue.from_dlpack)
     sizes = {name: tensors[name].size for name in values}
     return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)
 

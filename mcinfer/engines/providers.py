@@ -6,7 +6,8 @@ follow from the request are added.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mcinfer.config import Device
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError
@@ -161,6 +162,35 @@ def check_got(request: EngineRequest, got: str) -> None:
             f"device {request.device} needs the {wanted}, but the runtime fell back to {got}{where}; "
             "EngineOptions(allow_fallback=True) would accept that"
         )
+
+
+# Weights on a card.
+
+_REFUSED_TYPE = "dlpack_converter.cc"
+"""In the runtime's message about an element type that it does not take (1.31)."""
+
+
+def runtime_values(tensors: Mapping[str, Any], from_dlpack: Callable[[Any], Any]) -> dict[str, Any]:
+    """Tensors of DLPack as values of ONNX Runtime, in place.
+
+    Without those of types that it takes from no other library: before 1.32, Booleans, and elements of eight
+    bits or less that are no integers of C. Each session loads these from the file.
+
+    Args:
+        tensors: The weights, with their `element_type`.
+        from_dlpack: `onnxruntime.OrtValue.from_dlpack`.
+    """
+    values, refused = {}, set()
+    for name, tensor in tensors.items():
+        if tensor.element_type in refused:
+            continue
+        try:
+            values[name] = from_dlpack(tensor)
+        except RuntimeError as exc:
+            if _REFUSED_TYPE not in str(exc):
+                raise
+            refused.add(tensor.element_type)
+    return values
 
 
 # Errors of a run on a card.
