@@ -110,7 +110,7 @@ class Split:
             "recorded": f"learned from {self.rows} rows, and recorded",
             "unknown": "not known yet",
         }[self.known]
-        if self.known == "unknown":
+        if self.known == "unknown" and not self.settled:
             return f"{how}: {shows}"
         if self.reason:
             return f"runs whole, on one worker: {self.reason}"
@@ -395,6 +395,11 @@ def has_single_rows(model: ModelSpec, shapes: Mapping[str, Shape]) -> bool:
     """Whether an input has size 0 or 1 along a leading axis that is free in the model."""
     leads = [spec for spec in model.inputs if shapes[spec.name] and is_free(spec, 0)]
     return any(shapes[spec.name][0] <= 1 for spec in leads)
+
+
+def has_free_axes(model: ModelSpec) -> bool:
+    """Whether requests of this model may have different shapes."""
+    return any(not s.shape or not all(isinstance(n, int) for n in s.shape) for s in model.inputs)
 
 
 def is_free(spec: TensorSpec, axis: int) -> bool:

@@ -441,7 +441,17 @@ def test_never_runs_whole_what_nothing_is_known_of_and_says_why_once(warnings: W
     assert model.runs == 3
     assert len(warnings()) == 1
     assert "no dimension of the inputs is known to be the batch" in warnings()[0]
-    assert "not known yet" in str(model.split)
+    assert "runs whole, on one worker" in str(model.split)
+
+
+def test_model_that_takes_one_shape_needs_no_request_to_run_whole(warnings: Warned) -> None:
+    model = Model(spec_of({"x": (4, 3)}, {"y": (4, 3)}), double)
+    assert model.splitter.is_decided
+    assert "runs whole, on one worker: every dimension of the inputs is fixed" in str(model.split)
+    model.splitter.warn_if_whole()
+    model.ask(random(4, 3))
+    assert model.runs == 1
+    assert "every dimension of the inputs is fixed. batch_axes and output_axes say" in warnings()[0]
 
 
 @pytest.mark.parametrize("said", [None, {"x": 0}])

@@ -48,6 +48,7 @@ from mcinfer.sharding import (
     Split,
     candidates,
     first_split,
+    has_free_axes,
     has_single_rows,
     is_fixed,
     is_free,
@@ -133,6 +134,8 @@ class Splitter:
         self._record = record
         self._names = tuple(spec.name for spec in model.inputs)
         self._first = first = first_split(model, said)
+        if first.known == "unknown" and not has_free_axes(model):
+            whole = whole or "every dimension of the inputs is fixed"
         # Runs that take one number of rows show nothing.
         self._is_fixed = is_fixed(model, first)
         if whole and not said.inputs and not self._is_fixed:
