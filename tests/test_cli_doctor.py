@@ -29,6 +29,7 @@ from mcinfer.cli.doctor import (
     judge_limit,
     look_at_model,
     look_at_packages,
+    look_at_runtime,
 )
 from mcinfer.cli.probes import (
     Driver,
@@ -215,6 +216,18 @@ def test_report_is_a_block_with_versions_and_without_names_and_paths(
 
 
 @pytest.mark.thorough
+def test_both_packages_of_the_runtime_are_one_too_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, state in (("onnxruntime", "ok"), ("onnxruntime-gpu", "warning")):
+        folder = tmp_path / f"{name.replace('-', '_')}-1.32.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.32.0\n")
+        runtime, *_ = look_at_runtime()
+        check(runtime, state, "offers: ", *["pip uninstall both"] * (state == "warning"))
+
+
 def test_model_is_said_to_share_its_weights_or_why_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -459,6 +459,8 @@ def look_at_packages() -> Iterator[Finding]:
 
 
 _OTHER_ENGINES = ("openvino", "mindspore", "mindspore_lite")
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
+_KEEP_ONE = "onnxruntime and onnxruntime-gpu are one folder: pip uninstall both, then install one"
 
 
 def look_at_runtime() -> Iterator[Finding]:
@@ -470,7 +472,9 @@ def look_at_runtime() -> Iterator[Finding]:
             yield Finding("onnxruntime", f"not installed; the engine {others[0]} is")
         else:
             runtime = installed_runtime()
-            yield Finding("onnxruntime", str(runtime).removeprefix("onnxruntime "))
+            found = str(runtime).removeprefix("onnxruntime ")
+            both = all(any(metadata.distributions(name=name)) for name in _RUNTIMES)
+            yield Finding("onnxruntime", found, _KEEP_ONE if both else "")
     except EngineError as exc:
         advice = (
             f"{install('cpu', anew=True)}, or {install('gpu', anew=True)} for NVIDIA GPUs, not both; "
