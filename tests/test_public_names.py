@@ -77,6 +77,8 @@ def top_level_names(file: Path) -> dict[str, ast.expr]:
                 found[name] = ast.Constant(None)
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 found[name] = value
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=value):
+                found |= {each.id: value for each in names if isinstance(each, ast.Name)}
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 found[name] = value
     return found

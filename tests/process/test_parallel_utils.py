@@ -9,7 +9,7 @@ import pytest
 
 from mcinfer import ClosedError, InvalidInputError, ParallelPredictUtils, PredictError
 from tests.process.models import FakeModel, act, assert_answers, rows
-from tests.process.waiting import all_gone
+from tests.process.waiting import all_gone, wait_until
 
 TWO_BY_TWO = {
     "inputs": (["x", "float32", ["batch", 4]], ["t", "float32", []]),
@@ -76,6 +76,8 @@ def test_error_of_one_device_does_not_reach_the_next_call(
 
 def test_predict_splits_the_batch_and_answers_as_it_was_asked(utils: ParallelPredictUtils) -> None:
     utils.predict([rows(5)["x"], 2.0], output_axes={"u": None})  # whole, and in two pieces
+    # Before it, a run was cancelled that may not have ended yet: nothing is given to its worker meanwhile.
+    wait_until(lambda: {worker.state for worker in utils.statistics().workers} == {"ready"})
     before = [worker.completed for worker in utils.statistics().workers]
     listed = utils.predict([rows(5)["x"], 2.0], output_axes={"u": None})
     assert isinstance(listed, list)
