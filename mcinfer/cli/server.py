@@ -294,6 +294,7 @@ async def run(
             port = endpoint.port if endpoint.uds else listening.getsockname()[1]
             place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
+            service.settle()
             say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}{too}")
             await _Server(config, service, grpc_server).serve(sockets=[listening])
 
