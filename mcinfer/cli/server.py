@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
-from mcinfer.serve.http import make_app
+from mcinfer.serve.http import CONNECTION, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models
 from mcinfer.serve.service import ServeOptions, Service
@@ -162,6 +162,8 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._connection = Connection()
+        self.app_state = {**self.app_state, CONNECTION: self._connection}
         self._wait_for_head()
 
     def on_message_begin(self) -> None:
@@ -187,6 +189,12 @@ class _Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._has_body = True
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.pipeline:
+            # A large body may have stopped it, and only what reads sees that the client hangs up.
+            self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
@@ -222,6 +230,7 @@ class _Protocol(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
         super().connection_lost(exc)
+        self._connection.lose()
 
 
 class _Server(uvicorn.Server):

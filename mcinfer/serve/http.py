@@ -8,10 +8,10 @@ import asyncio
 import re
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from inspect import isawaitable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import orjson
 from msgspec.structs import asdict
@@ -36,6 +36,8 @@ from mcinfer.serve.service import ServeOptions, Service
 from mcinfer.serve.tensors import DATATYPES, bytes_of, from_bytes, json_of, raw_shape
 from mcinfer.specs import STRING
 
+_T = TypeVar("_T")
+
 _LENGTH = "inference-header-content-length"
 _WINDOWS = {"gzip": 31, "deflate": 15}
 """By coding, the size of its window for zlib: both have a header."""
@@ -48,6 +50,38 @@ _MAX_JSON_BYTES = 32 << 20
 
 _GONE = (499, "the client has hung up")
 """The status is that of nginx's log; no client gets it."""
+
+
+CONNECTION = "connection"
+"""The key of a request's `Connection` in the state of its scope; without one, no hang-up ends a run."""
+
+
+class Connection:
+    """Ends what runs for a client when the client hangs up."""
+
+    def __init__(self) -> None:
+        self._is_lost = False
+        self._running: asyncio.Task[Any] | None = None
+
+    def lose(self) -> None:
+        """The client has hung up."""
+        self._is_lost = True
+        if self._running is not None:
+            self._running.cancel()
+
+    async def unless_lost(self, answer: Coroutine[Any, Any, _T]) -> _T:
+        """What a coroutine gives; if the client hangs up, cancel it and raise `RefusedError`."""
+        self._running = asyncio.current_task()
+        try:
+            if not self._is_lost:
+                return await answer
+        except asyncio.CancelledError:
+            if not self._is_lost:
+                raise
+        finally:
+            self._running = None
+            answer.close()  # nothing, if it is done
+        raise RefusedError(*_GONE)
 
 
 class _Body:
@@ -167,7 +201,9 @@ class _Infer:
             instance = self._service.models.instance(*place.values())
             with instance.used():
                 given = {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}
-                parts, said = await self._answer(place["model"], instance, given, receive)
+                connection = scope.get("state", {}).get(CONNECTION) or Connection()
+                answer = self._answer(place["model"], instance, given, receive, connection)
+                parts, said = await answer
             headers = [(name.encode(), value.encode()) for name, value in said.items()]
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError):
@@ -183,22 +219,17 @@ class _Infer:
         self._service.count(place["model"] if instance else "", status)
 
     async def _answer(
-        self, name: str, instance: Instance, headers: Mapping[str, str], receive: Receive
+        self,
+        name: str,
+        instance: Instance,
+        headers: Mapping[str, str],
+        receive: Receive,
+        connection: Connection,
     ) -> tuple[list[Any], dict[str, str]]:
         """The parts of the answer's body, and its headers."""
         request = await self._read(instance, headers, receive)
-        running = asyncio.ensure_future(request.run())
-        gone = asyncio.ensure_future(receive())  # comes when the client hangs up
-        try:
-            await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                raise RefusedError(*_GONE)
-            head, tensors = _encoded(name, instance, request, running.result())
-        finally:
-            running.cancel()  # nothing, if it is done
-            gone.cancel()
-            # The traceback of its error has this frame, which would hold it, and with it the tensors.
-            del running
+        outputs = await connection.unless_lost(request.run())
+        head, tensors = _encoded(name, instance, request, outputs)
         answer = {"content-type": "application/json"}
         if tensors:
             answer = {"content-type": "application/octet-stream", _LENGTH: f"{len(head)}"}

@@ -254,6 +254,47 @@ def test_client_that_neither_asks_nor_reads_is_let_go_and_a_slow_one_gets_its_an
         assert got > 1 << 24
 
 
+@pytest.mark.parametrize("rows", [1, 1 << 16], ids=["small", "large"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "second"])
+def test_client_that_hangs_up_ends_its_request_and_the_next_is_answered(
+    fake_model: FakeModel, rows: int, is_first: bool
+) -> None:
+    """What reads a large body may have stopped reading, and must notice all the same."""
+    model = fake_model(when={"-1": "sleep:3600"})
+    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--timeout", 3600)
+    with Server(model, *options) as server:
+        body, headers = binary_request(np.full((rows, 4), -1, np.float32))
+        with server.connection() as client:
+            if not is_first:
+                client.request("POST", INFER, *binary_request(X))
+                assert client.getresponse().read()
+            client.request("POST", INFER, body, headers)
+            wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 1, PATIENCE)
+        wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 0, PATIENCE)
+        assert server.figure("mcinfer_http_answers_total", status="499") == 1
+        np.testing.assert_array_equal(server.infer(X).values, 2 * X + 1)
+        assert "Traceback" not in server.text()
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> None:
+    asked = b""
+    for first in range(5):
+        x = np.full((1, 4), first, np.float32)
+        body, headers = binary_request(x, parameters={"binary_data_output": True})
+        lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        asked += "\r\n".join([*lines, "", ""]).encode() + body
+    with socket.create_connection(server.address, PATIENCE) as client:
+        client.sendall(asked + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = b""
+        while part := client.recv(1 << 16):
+            answers += part
+    assert answers.count(b"HTTP/1.1 200") == 6
+    values = [np.full((1, 4), 2 * first + 1, np.float32).tobytes() for first in range(5)]
+    places = [answers.index(each) for each in values]
+    assert places == sorted(places)
+
+
 def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "sleep:3600"})
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--timeout", 3600)
