@@ -57,9 +57,14 @@ CONNECTION = "connection"
 
 
 class Connection:
-    """Ends what runs for a client when the client hangs up."""
+    """Ends what runs for a client when the client hangs up.
+
+    Attributes:
+        joins: Whether what is written waits for what is written next; `_Infer` has all of an answer at once.
+    """
 
     def __init__(self) -> None:
+        self.joins = False
         self._is_lost = False
         self._running: asyncio.Task[Any] | None = None
 
@@ -195,13 +200,13 @@ class _Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, instance, status = scope["path_params"], None, 200
+        connection = scope.get("state", {}).get(CONNECTION) or Connection()
         try:
             if scope["method"] != "POST":
                 raise RefusedError(405, "Method Not Allowed")
             instance = self._service.models.instance(*place.values())
             with instance.used():
                 given = {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}
-                connection = scope.get("state", {}).get(CONNECTION) or Connection()
                 answer = self._answer(place["model"], instance, given, receive, connection)
                 parts, said = await answer
             headers = [(name.encode(), value.encode()) for name, value in said.items()]
@@ -212,7 +217,11 @@ class _Infer:
                 exc = RefusedError(503, "the server ends, and had no time left for the answer")
             failure = _failure(exc, instance)
             status, headers, parts = failure.status_code, failure.raw_headers, [failure.body]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        try:
+            connection.joins = status == 200  # nothing is written after the head that HEAD gets
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+        finally:
+            connection.joins = False
         for part in parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": parts[-1]})

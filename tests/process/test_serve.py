@@ -135,6 +135,17 @@ def test_headers_that_do_not_fit_the_body_are_refused(
     assert (answer.status, text in answer.error) == (status, True), answer.body
 
 
+def test_head_of_an_address_for_requests_is_refused_and_the_next_is_answered(
+    server: Server,
+) -> None:
+    with server.connection() as client:
+        client.request("HEAD", INFER)
+        answer = client.getresponse()
+        assert (answer.status, answer.read()) == (405, b"")
+        client.request("POST", INFER, *binary_request(X))
+        assert client.getresponse().status == 200
+
+
 def test_body_over_the_limit_is_refused_packed_or_not(server: Server) -> None:
     body, headers = binary_request(np.zeros((1 << 17, 4), np.float32))
     assert server.ask(INFER, body, headers).status == 413
