@@ -38,7 +38,7 @@ class Client:
 
 
 async def body_of(client: Client, coding: str = "identity") -> bytes:
-    headers = {"content-encoding": coding}
+    headers = {b"content-encoding": coding.encode()}
     return await _Body(client.receive, headers, ServeOptions(max_request_bytes=MIB)).rest()
 
 

@@ -38,9 +38,11 @@ from mcinfer.specs import STRING
 
 _T = TypeVar("_T")
 
-_LENGTH = "inference-header-content-length"
-_WINDOWS = {"gzip": 31, "deflate": 15}
+_LENGTH = b"inference-header-content-length"
+_WINDOWS = {b"gzip": 31, b"deflate": 15}
 """By coding, the size of its window for zlib: both have a header."""
+
+_PORT = re.compile(r":\d*$")
 
 _SMALL_BYTES = 1 << 18
 """Below, an answer is one message: to send several takes longer than a copy."""
@@ -89,28 +91,36 @@ class Connection:
         raise RefusedError(*_GONE)
 
 
+Headers = Mapping[bytes, bytes]
+"""Of a request, by their names in small letters; of two of a name, the last."""
+
+
+def _text(value: bytes) -> str:
+    """What a client has sent in a header, for an error."""
+    return repr(value[:99].decode("latin-1"))
+
+
 class _Body:
     """The body of a request, as it comes. `RefusedError` at a limit, in time and in size.
 
     A compressed one is decompressed when all of it is there, in a thread.
     """
 
-    def __init__(self, receive: Receive, headers: Mapping[str, str], options: ServeOptions) -> None:
-        coding = headers.get("content-encoding", "identity").strip().lower()
-        if "upgrade" in headers:
+    def __init__(self, receive: Receive, headers: Headers, options: ServeOptions) -> None:
+        coding = headers.get(b"content-encoding", b"identity").strip().lower()
+        if b"upgrade" in headers:
             # What reads HTTP here takes the body for the new protocol's.
-            text = f"Upgrade: got {headers['upgrade'][:99]!r}, expected none, as this is HTTP/1.1"
+            text = f"Upgrade: got {_text(headers[b'upgrade'])}, expected none, as this is HTTP/1.1"
             raise RefusedError(400, text)
-        if coding not in (*_WINDOWS, "identity"):
-            raise RefusedError(
-                415, f"Content-Encoding: got {coding[:99]!r}, expected gzip or deflate"
-            )
+        if coding not in (*_WINDOWS, b"identity"):
+            text = f"Content-Encoding: got {_text(coding)}, expected gzip or deflate"
+            raise RefusedError(415, text)
         self._receive, self._limit = receive, options.max_request_bytes
         self._end = asyncio.get_running_loop().time() + options.timeout
         self._window = _WINDOWS.get(coding)
         self._came, self._more = 0, True
         self.part = memoryview(b"")  # what came and was not taken
-        self.check(int(headers.get("content-length", 0)))
+        self.check(int(headers.get(b"content-length", 0)))
 
     def check(self, size: int) -> None:
         """Raise `RefusedError` if no body may have so many bytes."""
@@ -206,10 +216,10 @@ class _Infer:
                 raise RefusedError(405, "Method Not Allowed")
             instance = self._service.models.instance(*place.values())
             with instance.used():
-                given = {n.decode(): v.decode("latin-1") for n, v in scope["headers"]}
+                given = dict(scope["headers"])
                 answer = self._answer(place["model"], instance, given, receive, connection)
                 parts, said = await answer
-            headers = [(name.encode(), value.encode()) for name, value in said.items()]
+            headers = [*said.items()]
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError):
                 if not self._service.ending.is_set():
@@ -231,37 +241,35 @@ class _Infer:
         self,
         name: str,
         instance: Instance,
-        headers: Mapping[str, str],
+        headers: Headers,
         receive: Receive,
         connection: Connection,
-    ) -> tuple[list[Any], dict[str, str]]:
+    ) -> tuple[list[Any], dict[bytes, bytes]]:
         """The parts of the answer's body, and its headers."""
         request = await self._read(instance, headers, receive)
         outputs = await connection.unless_lost(request.run())
         head, tensors = _encoded(name, instance, request, outputs)
-        answer = {"content-type": "application/json"}
+        answer = {b"content-type": b"application/json"}
         if tensors:
-            answer = {"content-type": "application/octet-stream", _LENGTH: f"{len(head)}"}
+            answer = {b"content-type": b"application/octet-stream", _LENGTH: b"%d" % len(head)}
         parts: list[Any] = [head, *filter(len, tensors)]
         # One coding alone is asked for. Several are what a library sends by itself; tensors shrink little.
-        coding = headers.get("accept-encoding", "").strip().lower()
+        coding = headers.get(b"accept-encoding", b"").strip().lower()
         if coding in _WINDOWS:
             parts = [await asyncio.to_thread(_packed, parts, _WINDOWS[coding])]
-            answer["content-encoding"] = coding
+            answer[b"content-encoding"] = coding
         size = sum(map(len, parts))
-        answer["content-length"] = f"{size}"
+        answer[b"content-length"] = b"%d" % size
         if size < _SMALL_BYTES:
             parts = [b"".join(parts)]
         return parts, answer
 
-    async def _read(
-        self, instance: Instance, headers: Mapping[str, str], receive: Receive
-    ) -> Inference:
+    async def _read(self, instance: Instance, headers: Headers, receive: Receive) -> Inference:
         """The request, with its inputs as arrays."""
-        options, said = self._service.options, headers.get(_LENGTH, "-")
-        length = int(said) if said.isdecimal() and len(said) < 10 else -1
+        options, said = self._service.options, headers.get(_LENGTH, b"-")
+        length = int(said) if said.isdigit() and len(said) < 10 else -1
         if length > _MAX_JSON_BYTES or (length < 0 and _LENGTH in headers):
-            raise InvalidInputError(f"Inference-Header-Content-Length: got {said[:99]!r}")
+            raise InvalidInputError(f"Inference-Header-Content-Length: got {_text(said)}")
         body = _Body(receive, headers, options)
         if is_raw := length == 0:
             asked, raw = _raw(instance, await body.rest(options.max_request_bytes))
@@ -344,22 +352,32 @@ class _Gate:
 
     A browser sends ``Origin`` with what a page asks for, unless it reads from the page's own name, which may
     be pointed here (DNS rebinding). Probes of the server's health need no key.
+
+    Requests for a model's outputs go from here to their handler: Starlette's way there takes as long as it.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, hosts: Sequence[str]) -> None:
-        self._app, self._service, self._hosts = app, service, hosts
+    def __init__(
+        self, app: ASGIApp, service: Service, hosts: Sequence[str], infer: Sequence[Route]
+    ) -> None:
+        self._app, self._service, self._infer = app, service, infer
+        self._hosts = ("", *hosts) if hosts else ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {n: v.decode("latin-1") for n, v in scope["headers"]}
-        origin, host = headers.get(b"origin"), headers.get(b"host", "")
-        is_named = not self._hosts or re.sub(r":\d*$", "", host) in ("", *self._hosts)
-        is_own = origin in (None, f"http://{host}", f"https://{host}")
-        is_probe = scope["path"].startswith("/v2/health/")
-        app = self._app
+        headers, path, app = dict(scope["headers"]), scope["path"], self._app
+        if path.endswith("/infer"):
+            for route in self._infer:
+                if match := route.path_regex.match(path):
+                    scope["path_params"], app = match.groupdict(), route.app
+                    break
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"").decode("latin-1")
+        is_named = not self._hosts or _PORT.sub("", host) in self._hosts
+        is_own = origin is None or origin.decode("latin-1") in (f"http://{host}", f"https://{host}")
+        is_probe = path.startswith("/v2/health/")
+        shown = headers.get(b"authorization", b"").decode("latin-1")
         if not (is_own and is_named):
             text = "a page of another site may not ask here, nor one by the name"
             app = _reply({"error": f"{text} {host[:99]!r}"}, 403)
-        elif not is_probe and not self._service.admits(headers.get(b"authorization", "")):
+        elif not is_probe and not self._service.admits(shown):
             challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}
             app = _reply({"error": "a key is needed"}, 401, challenge)
         await app(scope, receive, send)
@@ -383,7 +401,8 @@ def make_app(
         async def answer(request: Request) -> Response:
             said = {}
             if kind is not None:
-                body = _Body(request.receive, request.headers, service.options)
+                headers = dict(request.scope["headers"])
+                body = _Body(request.receive, headers, service.options)
                 said = asdict(read_json(kind, await body.rest()))
             content = function(*request.path_params.values(), **said)
             if isawaitable(content):
@@ -456,9 +475,10 @@ def make_app(
     for end in ("unregister", "region/{name}/unregister"):
         post[f"{system}/{end}"] = answers(service.regions.unregister)
         post[f"{card}/{end}"] = answers(lambda *_: None)
-    infer = _Infer(service)
-    routes = [Route(f"{place}/infer", infer) for place in (model, version)]
+    infer = [Route(f"{place}/infer", _Infer(service)) for place in (model, version)]
+    routes = []
     for method, handlers in (("GET", get), ("POST", post)):
         routes += [Route(place, handler, methods=[method]) for place, handler in handlers.items()]
     caught: Any = dict.fromkeys((McinferError, HTTPException, Exception), failed)
-    return _Gate(Starlette(routes=[*routes, *page], exception_handlers=caught), service, hosts)
+    app = Starlette(routes=[*infer, *routes, *page], exception_handlers=caught)
+    return _Gate(app, service, hosts, infer)

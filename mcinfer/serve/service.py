@@ -9,6 +9,7 @@ from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -73,17 +74,20 @@ class Service(Collector):
         self._registry.register(self)
         text = "Answers over HTTP to requests for a model's outputs, by status."
         names = ("model", "status")
-        self._answers = Counter("mcinfer_http_answers", text, names, registry=self._registry)
+        answers = Counter("mcinfer_http_answers", text, names, registry=self._registry)
+        self._answers = cache(answers.labels)
 
     def admits(self, authorization: str) -> bool:
         """Whether a header ``Authorization`` has a key: ``Bearer KEY``, or ``Basic`` with it as password."""
+        if not self._keys:
+            return True
         scheme, _, shown = authorization.strip().partition(" ")
         if scheme.lower() == "basic":
             with suppress(ValueError):
                 shown = b64decode(shown, validate=True).decode().partition(":")[2]
         digest = hashlib.sha256(shown.strip().encode(errors="replace")).digest()
         fits = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for an equal time
-        return not fits or any(fits)
+        return any(fits)
 
     # What it says of itself.
 
@@ -168,7 +172,7 @@ class Service(Collector):
 
     def count(self, model: str, status: int) -> None:
         """Count an answer; `model` is empty for one that is not there."""
-        self._answers.labels(model, status).inc()
+        self._answers(model, status).inc()
 
     def collect(self) -> Iterator[Metric]:
         """The figures of all masters, for Prometheus' registry."""
