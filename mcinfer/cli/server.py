@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
-from mcinfer.serve.http import CONNECTION, Connection, make_app
+from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models
 from mcinfer.serve.service import ServeOptions, Service
@@ -182,7 +182,7 @@ class _Protocol(HttpToolsProtocol):
 
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
-    _head, _ending, _has_body = 0, False, False
+    _head, _ending, _has_body, _in_head = 0, False, False, False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -193,11 +193,11 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._wait_for_head()
+        self._stop_waiting()
+        self._head, self._in_head = 0, True
 
     def _wait_for_head(self) -> None:
-        self._stop_waiting()
-        self._head, self._late = 0, self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
+        self._late = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
@@ -207,6 +207,8 @@ class _Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._has_body = False
         super().data_received(data)
+        if self._in_head and self._late is None:
+            self._wait_for_head()
         self._head = 0 if self._has_body else self._head + len(data)
         if self._head > _HEAD_BYTES:  # the lines after a body in chunks are kept, too
             self.transport.abort()
@@ -217,12 +219,14 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.scope["state"][WHOLE] = True
         if not self.pipeline:
             # A large body may have stopped it, and only what reads sees that the client hangs up.
             self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
         self._stop_waiting()
+        self._in_head = False
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.transport = self._writer

@@ -57,6 +57,9 @@ _GONE = (499, "the client has hung up")
 CONNECTION = "connection"
 """The key of a request's `Connection` in the state of its scope; without one, no hang-up ends a run."""
 
+WHOLE = "whole"
+"""The key in the same state that says that all of the body is there, so nothing waits for it."""
+
 
 class Connection:
     """Ends what runs for a client when the client hangs up.
@@ -106,7 +109,9 @@ class _Body:
     A compressed one is decompressed when all of it is there, in a thread.
     """
 
-    def __init__(self, receive: Receive, headers: Headers, options: ServeOptions) -> None:
+    def __init__(
+        self, receive: Receive, headers: Headers, options: ServeOptions, *, is_whole: bool = False
+    ) -> None:
         coding = headers.get(b"content-encoding", b"identity").strip().lower()
         if b"upgrade" in headers:
             # What reads HTTP here takes the body for the new protocol's.
@@ -116,7 +121,7 @@ class _Body:
             text = f"Content-Encoding: got {_text(coding)}, expected gzip or deflate"
             raise RefusedError(415, text)
         self._receive, self._limit = receive, options.max_request_bytes
-        self._end = asyncio.get_running_loop().time() + options.timeout
+        self._end = None if is_whole else asyncio.get_running_loop().time() + options.timeout
         self._window = _WINDOWS.get(coding)
         self._came, self._more = 0, True
         self.part = memoryview(b"")  # what came and was not taken
@@ -151,11 +156,14 @@ class _Body:
         return data
 
     async def _received(self) -> bytes:
-        try:
-            async with asyncio.timeout_at(self._end):
-                message = await self._receive()
-        except TimeoutError as exc:
-            raise RefusedError(408, "the request did not come in time") from exc
+        if self._end is None:
+            message = await self._receive()
+        else:
+            try:
+                async with asyncio.timeout_at(self._end):
+                    message = await self._receive()
+            except TimeoutError as exc:
+                raise RefusedError(408, "the request did not come in time") from exc
         if message["type"] != "http.request":
             raise RefusedError(*_GONE)
         self._more = message.get("more_body", False)
@@ -166,7 +174,7 @@ class _Body:
 
     async def _some(self, most: int) -> memoryview:
         """At most so many of the next bytes; `InvalidInputError` if there are none."""
-        part = (await self._next())[:most]
+        part = self.part[:most] or (await self._next())[:most]
         if not part:
             raise InvalidInputError(f"the body ends {most} bytes before its tensors do")
         self.part = self.part[len(part) :]
@@ -210,14 +218,16 @@ class _Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, instance, status = scope["path_params"], None, 200
-        connection = scope.get("state", {}).get(CONNECTION) or Connection()
+        state = scope.get("state", {})
+        connection = state.get(CONNECTION) or Connection()
         try:
             if scope["method"] != "POST":
                 raise RefusedError(405, "Method Not Allowed")
             instance = self._service.models.instance(*place.values())
             with instance.used():
                 given = dict(scope["headers"])
-                answer = self._answer(place["model"], instance, given, receive, connection)
+                body = _Body(receive, given, self._service.options, is_whole=WHOLE in state)
+                answer = self._answer(place["model"], instance, given, body, connection)
                 parts, said = await answer
             headers = [*said.items()]
         except (Exception, asyncio.CancelledError) as exc:
@@ -242,11 +252,11 @@ class _Infer:
         name: str,
         instance: Instance,
         headers: Headers,
-        receive: Receive,
+        body: _Body,
         connection: Connection,
     ) -> tuple[list[Any], dict[bytes, bytes]]:
         """The parts of the answer's body, and its headers."""
-        request = await self._read(instance, headers, receive)
+        request = await self._read(instance, headers, body)
         outputs = await connection.unless_lost(request.run())
         head, tensors = _encoded(name, instance, request, outputs)
         answer = {b"content-type": b"application/json"}
@@ -264,15 +274,14 @@ class _Infer:
             parts = [b"".join(parts)]
         return parts, answer
 
-    async def _read(self, instance: Instance, headers: Headers, receive: Receive) -> Inference:
+    async def _read(self, instance: Instance, headers: Headers, body: _Body) -> Inference:
         """The request, with its inputs as arrays."""
-        options, said = self._service.options, headers.get(_LENGTH, b"-")
+        said = headers.get(_LENGTH, b"-")
         length = int(said) if said.isdigit() and len(said) < 10 else -1
         if length > _MAX_JSON_BYTES or (length < 0 and _LENGTH in headers):
             raise InvalidInputError(f"Inference-Header-Content-Length: got {_text(said)}")
-        body = _Body(receive, headers, options)
         if is_raw := length == 0:
-            asked, raw = _raw(instance, await body.rest(options.max_request_bytes))
+            asked, raw = _raw(instance, await body.rest(self._service.options.max_request_bytes))
             body.part = memoryview(raw)
         else:
             text = await (body.read(length) if length > 0 else body.rest())
