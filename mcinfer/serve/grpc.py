@@ -166,7 +166,7 @@ async def _infer(service: Service, asked: Any) -> Any:
         raise InvalidInputError(f"raw_input_contents: got {len(raw)} more than inputs for them")
     outputs = [{"name": t.name, "parameters": _plain(t.parameters)} for t in asked.outputs]
     said = {"id": asked.id, "parameters": _plain(asked.parameters), "inputs": inputs}
-    with instance.used():
+    with instance:
         document = read_document(InferDocument, {**said, "outputs": outputs})
         request = Inference(document, instance, service.regions, binary=True)
         for head, _ in request.read():

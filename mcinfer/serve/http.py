@@ -224,7 +224,7 @@ class _Infer:
             if scope["method"] != "POST":
                 raise RefusedError(405, "Method Not Allowed")
             instance = self._service.models.instance(*place.values())
-            with instance.used():
+            with instance:
                 given = dict(scope["headers"])
                 body = _Body(receive, given, self._service.options, is_whole=WHOLE in state)
                 answer = self._answer(place["model"], instance, given, body, connection)

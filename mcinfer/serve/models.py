@@ -11,8 +11,8 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,10 @@ class RefusedError(McinferError):
 
 
 class Instance:
-    """One version of a model, while it is served.
+    """One version of a model, while it is served; a context manager for each request that uses it.
 
     Attributes:
-        master: Open while the instance is `used`.
+        master: Open while the instance is used.
         joins: Most rows of one run for several requests.
         usual_priority: Of requests that say none.
         config: ``ModelConfig`` as JSON.
@@ -77,16 +77,14 @@ class Instance:
         self._unused = asyncio.Event()
         self._unused.set()
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         self._users += 1
         self._unused.clear()
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._unused.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
 
     async def close(self) -> None:
         """Answer the requests that use it, and end its master."""
