@@ -157,7 +157,10 @@ class _Errors:
 
 
 class _Writer(asyncio.Transport):
-    """Where uvicorn writes answers: what waits is written together with what comes next."""
+    """Where uvicorn writes answers: what waits is written together with what comes next.
+
+    An answer to a client that has hung up is dropped. uvicorn itself drops that to the last request alone.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         self._connection, self._waiting = connection, b""
@@ -165,6 +168,8 @@ class _Writer(asyncio.Transport):
         self.close, self.is_closing = transport.close, transport.is_closing  # type: ignore[method-assign]
 
     def write(self, data: Any) -> None:
+        if self._connection.is_lost:
+            return
         if self._connection.joins:
             self._waiting += data
         elif self._waiting:

@@ -65,17 +65,18 @@ class Connection:
     """Ends what runs for a client when the client hangs up.
 
     Attributes:
+        is_lost: Whether the client has hung up.
         joins: Whether what is written waits for what is written next; `_Infer` has all of an answer at once.
     """
 
     def __init__(self) -> None:
         self.joins = False
-        self._is_lost = False
+        self.is_lost = False
         self._running: asyncio.Task[Any] | None = None
 
     def lose(self) -> None:
         """The client has hung up."""
-        self._is_lost = True
+        self.is_lost = True
         if self._running is not None:
             self._running.cancel()
 
@@ -83,10 +84,10 @@ class Connection:
         """What a coroutine gives; if the client hangs up, cancel it and raise `RefusedError`."""
         self._running = asyncio.current_task()
         try:
-            if not self._is_lost:
+            if not self.is_lost:
                 return await answer
         except asyncio.CancelledError:
-            if not self._is_lost:
+            if not self.is_lost:
                 raise
         finally:
             self._running = None

@@ -287,14 +287,34 @@ def test_client_that_hangs_up_ends_its_request_and_the_next_is_answered(
         assert "Traceback" not in server.text()
 
 
+def lines_of(x: np.ndarray[Any, Any], **more: Any) -> bytes:
+    """A whole request as it is sent, with its input as bytes."""
+    body, headers = binary_request(x, **more)
+    lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def test_client_that_hangs_up_after_several_requests_ends_the_one_that_runs(
+    fake_model: FakeModel,
+) -> None:
+    model = fake_model(when={"-1": "sleep:3600"})
+    options = ("--name", "model", "--engine", "fake", "--devices", 1, "--timeout", 3600)
+    with Server(model, *options) as server:
+        with socket.create_connection(server.address, PATIENCE) as client:
+            client.sendall(2 * lines_of(np.full((1, 4), -1, np.float32)))
+            wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 1, PATIENCE)
+        wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 0, PATIENCE)
+        assert server.figure("mcinfer_http_answers_total", status="499") == 1
+        assert server.end() == 143
+        assert "Traceback" not in server.text()
+
+
 def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> None:
     asked = b""
     for first in range(5):
         x = np.full((1, 4), first, np.float32)
-        body, headers = binary_request(x, parameters={"binary_data_output": True})
-        lines = [f"POST {INFER} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        asked += "\r\n".join([*lines, "", ""]).encode() + body
+        asked += lines_of(x, parameters={"binary_data_output": True})
     with socket.create_connection(server.address, PATIENCE) as client:
         client.sendall(asked + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answers = b""
