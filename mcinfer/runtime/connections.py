@@ -282,7 +282,7 @@ class Connections:
                     first.number, shard, weights.number, tensors, first.axes
                 )
             self.transport.send(gang.peers, data)
-        except OSError as exc:
+        except OSError as exc:  # as `_reaching`, which takes longer, for each request
             self.lost(gang, f"cannot be reached: {exc}")
 
     def build_with(self, index: int, build: Build, *, maker: int) -> None:
