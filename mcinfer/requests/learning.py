@@ -19,7 +19,7 @@ from typing import Any
 from mcinfer.errors import McinferError, PredictError, is_refusal
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.comparing import Batch
-from mcinfer.requests.planner import Planner
+from mcinfer.requests.inputs import Answers
 from mcinfer.requests.request import Call, OutcomeFuture
 from mcinfer.requests.splitting import SplitState, Splitter, Verify
 from mcinfer.requests.tensors import Arrays
@@ -54,7 +54,7 @@ class Learner:
     """
 
     model: ModelSpec
-    planner: Planner
+    planner: Answers
     threads: WaitingThreads
     said: SaidAxes
     engine: str
@@ -198,7 +198,7 @@ class _Runs:
     traced. Where the call is cancelled, the run that goes on ends with `CancelledError`, and so do all later.
     """
 
-    def __init__(self, planner: Planner, call: Call, **changes: Any) -> None:
+    def __init__(self, planner: Answers, call: Call, **changes: Any) -> None:
         self.arrays = planner.host_arrays(call)
         self._planner = planner
         # All rows alike, with all outputs, on the host.

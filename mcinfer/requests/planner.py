@@ -24,7 +24,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from math import prod
-from operator import attrgetter, index
+from operator import attrgetter
 from time import monotonic
 from typing import Any, Protocol, cast
 
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.config import Device, Limits
-from mcinfer.errors import BuildError, InvalidInputError, QueueFullError, is_refusal
+from mcinfer.errors import QueueFullError, is_refusal
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import (
@@ -46,17 +46,15 @@ from mcinfer.requests.frames import (
     is_leased,
     make_frame,
 )
+from mcinfer.requests.inputs import InputReader
 from mcinfer.requests.request import Call, OutcomeFuture, Owner, Request
 from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import (
     LARGE_BYTES,
     Arrays,
     Copier,
-    Inputs,
     Layout,
-    as_input,
     copy_in,
-    device_of,
     lay_input,
     lay_output,
     string_rows,
@@ -89,8 +87,6 @@ _MAX_IDLE_FRAMES = 64
 _MAX_IDLE_BYTES = 64 << 20
 _MAX_IDLE_REFERENCES = 512
 """Limits of one plan, each for inputs and for outputs; one frame of any size is always kept."""
-
-_MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, requests are not joined
 
 
 class Place(Protocol):
@@ -209,13 +205,12 @@ class HostPlace:
         )
 
 
-class Planner:
+class Planner(InputReader):
     """Checks and lays out requests for one model, queues them, and waits for their answers.
 
     Attributes:
         place: The host's memory.
         weights: The replaceable weights of the model.
-        apart: Why a request could not join one run with others; empty until there is such a request.
 
     Raises:
         BuildError: An input or output has elements of less than a byte; names it.
@@ -233,26 +228,16 @@ class Planner:
         ragged: str = "",
     ) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
+        super().__init__(model, max_rows, ragged)
         self.place = place
         self._queue = queue
         self._limits = limits
-        self._max_rows = max_rows
-        self._model = model
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(weights, place.allocate, self._copier)
-        self._names = tuple(spec.name for spec in model.inputs)
         self._has_strings = any(spec.element_type == STRING for spec in model.inputs)
-        self._types = tuple((spec, spec.element_type) for spec in model.inputs)
-        self._dtypes = tuple(
-            None if spec.element_type == STRING else spec.dtype for spec in model.inputs
-        )
         self._plans: dict[tuple[Any, ...], Plan] = {}
         """By shapes, pieces, the number of what is known of the split, how many outputs are opened, and the
         numbers of inputs that lie elsewhere."""
-        self._ragged = f"the size of the result of {ragged} depends on its data" if ragged else ""
-        self.apart = ""
-        if ragged and max_rows > 1:
-            self._note_apart(self._ragged)
         self._opened: set[str] = set()
         """Outputs that had another shape than the model declares: they are not laid out before the run."""
 
@@ -290,7 +275,7 @@ class Planner:
         request = self._begin(call, may_wait=self._queue.may_wait(), wait=wait)
         future = OutcomeFuture(request, self._queue)
         if call.keeps and call.may_be_rescued:
-            call.inputs = self.copies(call.inputs, request)
+            call.inputs = self.copies(call.inputs, request.taken)
         if not request.settled:  # a batch of no rows is answered already
             self._queue.enter(request, wait=wait)
         return future
@@ -408,101 +393,11 @@ class Planner:
         self, shapes: Mapping[str, Sequence[int]], timeout: float, place: Place | None = None
     ) -> Arrays:
         """Arrays in shared memory, or in another place."""
-        specs = {spec.name: spec for spec in self._model.inputs}
-        arrays: Arrays = {}
-        if not isinstance(shapes, Mapping):
-            raise InvalidInputError(
-                f"shapes: got {type(shapes).__name__}, expected a mapping of input names to shapes"
-            )
-        for name, given in shapes.items():
-            if name not in specs:
-                known = [*specs]
-                raise InvalidInputError(f"shapes: unknown input {name!r}, expected some of {known}")
-            spec = specs[name]
-            try:
-                shape = tuple(index(size) for size in given)
-            except TypeError as exc:
-                raise InvalidInputError(
-                    f"shapes: got {given!r} for {name!r}, expected {spec}"
-                ) from exc
-            if spec.element_type == STRING:
-                raise InvalidInputError(
-                    f"shapes: input {spec} cannot lie in shared memory as an array"
-                )
-            if (spec.shape and len(shape) != len(spec.shape)) or min(shape, default=0) < 0:
-                raise InvalidInputError(f"shapes: got {list(shape)} for {name!r}, expected {spec}")
-            arrays[name] = (place or self.place).empty(spec, shape, timeout)
-        return arrays
+        where = place or self.place
+        return self.empty_inputs(shapes, lambda spec, shape: where.empty(spec, shape, timeout))
 
-    def host_arrays(self, call: Call) -> list[NDArray[Any]]:
-        """The inputs of a call as `arrays`; what lies on a device is copied to the host."""
-        found = self.arrays(call.inputs)
-        return [a if type(a) is np.ndarray else a.on_host(call.timeout) for a in found]
-
-    def host_copies(self, call: Call) -> list[NDArray[Any]]:
-        return [*map(np.array, self.host_arrays(call))]
-
-    def copies(self, inputs: Inputs, request: Request | None = None) -> list[Any]:
-        """The inputs as they are now, whatever becomes of the caller's arrays; what is borrowed stays so.
-
-        What a new request has taken is not copied again: an array over its memory keeps that.
-        """
-        found = self.arrays(inputs)
-        for i, array in enumerate(found):
-            if not is_leased(array):
-                mine = None if request is None else request.taken(i)
-                found[i] = np.array(array) if mine is None else mine
-        return found
-
-    def arrays(self, inputs: Inputs) -> list[Any]:
-        """The inputs of a request as arrays of the model's types, in its order; shapes are not checked.
-
-        One that lies on a device is what `Place.read` gives.
-
-        Raises:
-            InvalidInputError: One is missing, unknown or of another type; names it.
-        """
-        if type(inputs) is dict and len(inputs) == len(self._names):
-            arrays = [*map(inputs.get, self._names)]
-            for array, dtype in zip(arrays, self._dtypes, strict=True):
-                if type(array) is not np.ndarray or array.dtype is not dtype:
-                    break
-            else:
-                return arrays
-        return self._converted(inputs)
-
-    def _converted(self, inputs: Inputs) -> list[Any]:
-        names = [*self._names]
-        if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
-            if len(inputs) != len(names):
-                raise InvalidInputError(
-                    f"inputs: got {len(inputs)}, expected {len(names)}: {names}"
-                )
-            inputs = dict(zip(names, inputs, strict=True))
-        if not isinstance(inputs, Mapping):
-            raise InvalidInputError(
-                f"inputs: got {type(inputs).__name__}, expected a mapping by name or a sequence of {names}"
-            )
-        if inputs.keys() != set(names):
-            unknown = [name for name in inputs if name not in names]
-            missing = [name for name in names if name not in inputs]
-            raise InvalidInputError(
-                f"inputs: {f'unknown {unknown}, ' if unknown else ''}"
-                f"{f'missing {missing}, ' if missing else ''}expected {names}"
-            )
-        return [self._input(inputs[spec.name], spec, kind) for spec, kind in self._types]
-
-    def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
-        device = device_of(value, spec)
-        if device is None:
-            return as_input(value, spec, element_type)
-        try:
-            place = self._queue.place(device)
-        except BuildError as exc:
-            raise InvalidInputError(
-                f"input {spec.name!r} lies on {device}, which cannot be used: {exc}"
-            ) from exc
-        return place.read(value, spec)
+    def read_on(self, device: Device, value: Any, spec: TensorSpec) -> Any:
+        return self._queue.place(device).read(value, spec)
 
     # Plans.
 
@@ -591,16 +486,11 @@ class Planner:
 
     # Dynamic batching.
 
-    def _note_apart(self, why: str) -> None:
-        if not self.apart:
-            self.apart = why
-            _log.warning("requests are not joined to one run: %s", why)
-
     def _why_apart(self, cut: sharding.Cut, *, is_checked: bool) -> str:
         for spec in self._model.outputs:
             if spec.name in self._opened:
                 return f"the shape of output {spec.name!r} is not known before the run"
-        return self._ragged or sharding.why_apart(self._model, cut, checked=is_checked)
+        return super()._why_apart(cut, is_checked=is_checked)
 
     def _part(self, cut: sharding.Cut) -> float:
         """How much of the message of a joined run a request takes."""
@@ -619,26 +509,14 @@ class Planner:
         plan: Plan,
         weights: WeightVersion,
     ) -> tuple[Hashable, int] | None:
-        """The key of requests that one run can answer together, and what this one counts for.
-
-        These requests agree in all sizes but the batch's, in the values of inputs that all rows share, and
-        in the version of the weights.
-        """
-        cut = plan.cut
+        """The key of requests that one run can answer together, and what this one counts for."""
         if plan.apart:
             self._note_apart(plan.apart)
             return None
         if plan.counts >= self._max_rows:
             return None
-        common = [a for a, part in zip(arrays, cut.inputs, strict=True) if part.axis is None]
-        if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
-            return None
-        sizes = tuple(
-            a.shape if axis is None else sharding.resized(a.shape, axis, -1)
-            for a, axis in zip(arrays, cut.input_axes, strict=True)
-        )
-        values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
-        return (sizes, cut.input_axes, values, weights.number), plan.counts
+        key = self._join_key(arrays, plan.cut, weights.number)
+        return None if key is None else (key, plan.counts)
 
     def _side(
         self, layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int
