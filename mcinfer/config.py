@@ -528,12 +528,14 @@ class PoolPlan:
         parallel: How the model is cut.
         pieces: Into how many pieces a batch is cut for each run that the workers execute at once.
         warning: What the user should know of the choice of cores; empty if nothing.
+        threads: How many runs a session in this process executes at once; 0 with workers.
     """
 
     groups: tuple[tuple[ProcessPlan, ...], ...]
     parallel: Parallel
     pieces: int
     warning: str
+    threads: int = 0
 
     @property
     def processes(self) -> tuple[ProcessPlan, ...]:
@@ -553,11 +555,12 @@ def plan_pool(
     restart: RestartPolicy,
     limits: Limits,
     parallel: Parallel | None,
+    inline_threads: int | None = None,
     cores: Sequence[int],
     cpus: int,
     near: Callable[[Sequence[Device]], Mapping[int, Sequence[int]]],
 ) -> PoolPlan:
-    """The processes of a pool with these options; the first six arguments are those of `mcinfer.Master`.
+    """The processes of a pool with these options; the first seven arguments are those of `mcinfer.Master`.
 
     `cores` are those that this process may use, and `cpus` is how many threads can run there
     (`mcinfer.machine.whole_cpus`). `near` finds the cores beside each card among devices, by its index
@@ -570,8 +573,20 @@ def plan_pool(
     if parallel is not None and devices is None:
         devices = cut.devices
     chosen = parse_devices(devices, cpus)
+    threads = 0
     if chosen[0].kind == INLINE:
         _check_inline(options, restart, limits, parallel)
+        # Other engines take one run at a time, unless they have streams.
+        threads = (
+            cpus if engine == "onnxruntime" and options.runs_at_once == 1 else options.runs_at_once
+        )
+    if inline_threads is not None:
+        count(1, 1024).kept("inline_threads", inline_threads)
+        if not threads:
+            raise InvalidInputError(
+                f"inline_threads: got {inline_threads}, expected None without devices={INLINE!r}"
+            )
+        threads = inline_threads
     if parallel is not None and len(chosen) != cut.devices:
         raise InvalidInputError(
             f"devices: got {len(chosen)}, expected {cut.devices}, one for each rank of {cut}"
@@ -579,7 +594,7 @@ def plan_pool(
     if cut.ranks > 1:
         _check_cut(cut, engine, options)
     shares = share_cores(chosen, cores, options.cores, cpus, {} if options.cores else near(chosen))
-    nowhere = CoreShare(threads=cpus if cpus < len(cores) else None)
+    nowhere = CoreShare(threads=1 if threads > 1 else cpus if cpus < len(cores) else None)
     may_be_wide = (
         not options.threads
         and options.runs_at_once == 1
@@ -614,6 +629,7 @@ def plan_pool(
         # A pipeline is idle in part while its first and its last pieces pass, so it gets many.
         pieces=1 if cut.pipeline == 1 else _PIECES_OF_A_STAGE * cut.pipeline,
         warning=check_cores(chosen, shares, cpus),
+        threads=threads,
     )
 
 
@@ -643,6 +659,8 @@ def _check_inline(
         ("parallel", parallel, "one session has the whole model"),
         ("worker_memory_bytes", limits.worker_memory_bytes, "that is a limit of a process"),
         ("max_memory_bytes", restart.max_memory_bytes, "that is the memory of a process"),
+        ("max_requests", restart.max_requests, "there is no process to replace"),
+        ("memory_bytes", limits.memory_bytes, "tensors lie in ordinary memory"),
     ):
         if value is not None:
             raise InvalidInputError(

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from time import monotonic
-from typing import Any, NoReturn, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, get_args
 from weakref import finalize, ref
 
 from numpy.typing import ArrayLike
@@ -41,6 +41,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     ProtocolError,
     QueueFullError,
+    ReadyTimeoutError,
     is_refusal,
     say_once,
 )
@@ -48,23 +49,29 @@ from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.private import SerializableModel, fill_streams, model_file
 from mcinfer.protocol import Build, encode
 from mcinfer.requests.learning import Learner
-from mcinfer.requests.planner import HostPlace, Place, Planner
-from mcinfer.requests.request import NO_WEIGHTS, Call, OutcomeFuture
+from mcinfer.requests.planner import Place, Planner
+from mcinfer.requests.request import NO_WEIGHTS, Call, Outcome, OutcomeFuture
 from mcinfer.requests.splitting import Verify
 from mcinfer.requests.tensors import Arrays, Inputs
 from mcinfer.requests.waiting_threads import LATE_SECONDS, WaitingThreads
+from mcinfer.runtime.inbox import NOT_STARTED
 from mcinfer.runtime.loop import Loop
-from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.sharding import Axes, SaidAxes, Split
 from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, specs_of
 from mcinfer.statistics import Health, Statistics, TraceHook
+
+if TYPE_CHECKING:
+    from mcinfer.inline import InlinePool
+    from mcinfer.requests.direct import InlineAnswers
 
 __tracebackhide__ = is_refusal
 
 _log = logging.getLogger("mcinfer.master")
 
 _NO_AXES = (None, None)
+
+_HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
 
 _T = TypeVar("_T")
 
@@ -84,11 +91,11 @@ class Master:
             n is the i-th equal share of the usable cores; its worker is pinned to these cores. Under a CPU
             quota, as in containers, each worker gets its part of the quota as threads. ``"cpu"`` or None:
             the whole CPU, in as many shares as `mcinfer.config.automatic_workers` says. More workers than
-            cores are warned of, eight or more for each core are refused. ``"inline"``: no worker process; one
-            session runs in a thread of this process, with all its cores. It is for tests, notebooks,
-            debuggers and small machines: a crash in the model ends the program, and a run that cannot be
-            cancelled keeps later requests waiting. `EngineOptions.cores`, `parallel` and the limits on a
-            worker's memory do not go with it.
+            cores are warned of, eight or more for each core are refused. ``"inline"``: no worker and no
+            message; a session runs in this process, for `predict` in the caller's thread. It is for small
+            models, tests, notebooks and debuggers: a crash in the model ends the program, Ctrl-C acts after a
+            run, and one that cannot be cancelled goes on. `EngineOptions.cores`, `parallel` and the limits on
+            memory do not go with it.
         engine: ``"onnxruntime"``; ``"openvino"`` for ONNX models and OpenVINO's own; ``"mindspore"`` and
             ``"mindspore_lite"`` for MindIR models, if these packages are installed; or one of a package's.
         options: Options of the engine.
@@ -112,6 +119,10 @@ class Master:
         parallel: Over how many devices to cut the model itself, for one that does not fit a device: each
             device gets a slice of its weights, and a group of devices answers a request together. It needs
             the package onnx (``pip install onnx``). None: every device has the whole model.
+        inline_threads: With ``devices="inline"``: how many runs there are at once, at most, and threads for
+            `submit`, `map` and `predict_async`. None: with ONNX Runtime one for each usable core, or
+            `EngineOptions.concurrent_runs`; with others `EngineOptions.streams`. Where it is more than one, a
+            run has one thread of the runtime's, unless `EngineOptions.threads` says more.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -119,7 +130,7 @@ class Master:
     """
 
     # From `start` on; `_model` is set after both.
-    _planner: Planner
+    _planner: "Planner | InlineAnswers"
     _learner: Learner
 
     def __init__(
@@ -139,6 +150,7 @@ class Master:
         output_axes: Axes | None = None,
         verify: Verify = "first",
         parallel: Parallel | None = None,
+        inline_threads: int | None = None,
     ) -> None:
         for name, value, kind in (
             ("engine", engine, str),
@@ -165,6 +177,7 @@ class Master:
             restart=restart,
             limits=limits,
             parallel=parallel,
+            inline_threads=inline_threads,
             cores=sorted(os.sched_getaffinity(0)),
             cpus=whole_cpus(),
             near=cores_near,
@@ -189,15 +202,8 @@ class Master:
         try:
             fill_streams()
             self._path, self._in_memory = model_file(model)
-            self._loop = Loop(
-                _builds(self._plan, self._path, engine, options),
-                rules,
-                limits.memory_bytes or usable_memory() // 2,
-                trace=None if self._trace is None else ref(self._trace),
-                worker=_inline_worker() if self._plan.inline else WorkerProcess,
-                open_place=_open_place,
-                share=_share,
-            )
+            self._loop = self._open_pool(rules, options)
+            self._inbox, self._supervision = self._loop.inbox, self._loop.supervision
         except OSError as exc:  # no descriptor is left
             raise BuildError(f"no pool can be opened: {exc}") from exc
         self._loop.model = self._in_memory  # for as long as workers may be started
@@ -207,6 +213,23 @@ class Master:
         # At interpreter exit the loop closes itself; this is for a master that becomes garbage.
         self._finalizer = finalize(self, _abandon, self._loop, self._waiting)
         self._finalizer.atexit = False
+
+    def _open_pool(self, rules: PoolRules, options: EngineOptions) -> "Loop | InlinePool":
+        trace: ref[TraceHook] | None = None if self._trace is None else ref(self._trace)
+        if self._plan.inline:
+            from mcinfer.inline import (
+                open_pool,  # an engine comes into this process in this way alone
+            )
+
+            return open_pool(self._path, self._engine, options, self._plan, rules, trace)
+        return Loop(
+            _builds(self._plan, self._path, self._engine, options),
+            rules,
+            self._limits.memory_bytes or usable_memory() // 2,
+            trace=trace,
+            open_place=_open_place,
+            share=_share,
+        )
 
     def __repr__(self) -> str:
         model = "given as bytes" if self._in_memory else os.path.basename(self._path)
@@ -230,7 +253,7 @@ class Master:
             MissingDependencyError: A package is not installed; says which.
             ClosedError: The master is closed, or was started before.
         """
-        self._loop.claim_start()
+        self._inbox.claim_start()
         missing = [(i, one.missing) for i, one in enumerate(self._plan.processes) if one.missing]
         try:
             if missing:
@@ -251,15 +274,7 @@ class Master:
             whole = f"{built.random} draws random numbers" if built.random else ""
             if whole and not on_one:
                 whole += ", and each worker draws for itself"
-            self._planner = Planner(
-                model,
-                place=HostPlace(self._loop.arena, self._loop.inbox.allocate, self._loop.frames),
-                queue=self._loop.inbox,
-                limits=self._limits,
-                max_rows=self._max_rows,
-                weights=specs_of(built.weights),
-                ragged=built.ragged,
-            )
+            self._planner = self._loop.planner(model, built)
             self._learner = Learner(
                 model=model,
                 planner=self._planner,
@@ -295,18 +310,18 @@ class Master:
         if timeout is not None:
             check_seconds("timeout", timeout)
         FLAG.kept("drain", drain)
-        if self._loop.inbox.is_forked:
+        if self._inbox.is_forked:
             return  # what there is to close is another process's, and so are the threads that hold locks
         try:
             self._loop.close(timeout, drain=drain)
-            self._waiting.close(wait=self._loop.inbox.may_wait())
+            self._waiting.close(wait=self._inbox.may_wait())
         finally:  # also when Ctrl-C ends the waiting: the rest then goes on by itself
             self._waiting.close(wait=False)
             if hasattr(self, "_planner"):
                 self._planner.close()
             # It holds the loop, which holds the error of a failed start, whose traceback holds this.
             self._finalizer.detach()
-            if self._in_memory is not None and self._loop.inbox.finished:
+            if self._in_memory is not None and self._inbox.finished:
                 self._in_memory.close()  # else the loop does, when it has no worker to start any more
 
     # Health.
@@ -319,7 +334,7 @@ class Master:
         Raises:
             ClosedError: This process was forked from the master's.
         """
-        return self._loop.supervision.health()
+        return self._supervision.health()
 
     def wait_ready(self, timeout: float | None = None) -> Health:
         """Wait until every worker serves. Workers that died restart by themselves.
@@ -334,7 +349,21 @@ class Master:
             ReadyTimeoutError: Not all workers were ready in time; names the others' states and the reasons.
             ClosedError: The master is closed, or was not started.
         """
-        return self._loop.supervision.wait_ready(self._patience("wait_ready", timeout, 1))
+        seconds = self._patience("wait_ready", timeout, 1)
+        end = monotonic() + seconds
+        pause = Outcome[None]()
+        while True:
+            health = self.health()
+            if health.state == "ready":
+                return health
+            if self._inbox.start_claims:
+                raise ClosedError(NOT_STARTED)
+            if self._inbox.finished or health.state in ("closing", "closed"):
+                raise ClosedError(f"the master does not become ready any more: {health}")
+            left = end - monotonic()
+            if left <= 0:
+                raise ReadyTimeoutError(f"not ready within {seconds:g} s: {health}")
+            pause.wait(min(left, _HEALTH_INTERVAL))
 
     def restart_workers(self, timeout: float | None = None) -> None:
         """Replace every worker's process by a new one, one after another. No request fails because of this.
@@ -355,13 +384,13 @@ class Master:
             ClosedError: The master is closed, or was not started.
         """
         self._ready()
-        self._loop.supervision.restart_workers(
+        self._supervision.restart_workers(
             self._patience("restart_workers", timeout, len(self._plan.groups))
         )
 
     def _patience(self, call: str, timeout: float | None, workers: int) -> float:
         """The time limit, in seconds, of a call that waits for workers to be ready."""
-        if not self._loop.inbox.may_wait():
+        if not self._inbox.may_wait():
             raise _in_callback(call)
         usual = self._timeouts.start * workers
         return usual if timeout is None else SECONDS.kept("timeout", timeout)
@@ -550,7 +579,7 @@ class Master:
             InvalidInputError: As `predict`; for a request, when the iterator takes it.
         """
         if ahead is None:
-            ahead = max(len(self._plan.groups), self._loop.supervision.at_once)
+            ahead = max(len(self._plan.groups), self._supervision.at_once, self._plan.threads)
             ahead *= 4 * self._plan.pieces
         check_count("ahead", ahead, 1)
         self._ready()
@@ -762,7 +791,7 @@ class Master:
         """
         self._ready()
         seconds = self._timeouts.predict if timeout is None else SECONDS.kept("timeout", timeout)
-        waits = self._limits.when_full == "wait" and self._loop.inbox.may_wait()
+        waits = self._limits.when_full == "wait" and self._inbox.may_wait()
         return self._planner.weights.update(weights, seconds if waits else 0.0)
 
     def statistics(self) -> Statistics:
@@ -775,7 +804,7 @@ class Master:
         return self._loop.statistics(version)
 
     def _ready(self, *, for_request: bool = False) -> None:
-        self._loop.inbox.check_open(for_request=for_request)
+        self._inbox.check_open(for_request=for_request)
         if self._model is None:
             raise ClosedError("the master is still starting")
 
@@ -806,13 +835,13 @@ class Master:
         if type(priority) is not int:
             raise InvalidInputError(f"priority: got {priority!r}, expected an int")
         self._ready(for_request=True)
-        if waiting and not self._loop.inbox.may_wait():
+        if waiting and not self._inbox.may_wait():
             raise _in_callback(waiting)
         timeout = self._timeouts.predict if timeout is None else SECONDS.kept("timeout", timeout)
         start = monotonic()
         joins = pieces == 1 and self._max_rows > 1
         if pieces is None:
-            pieces = self._plan.pieces * max(1, self._loop.supervision.at_once)
+            pieces = self._plan.pieces * max(1, self._supervision.at_once)
         else:
             check_count("shards", pieces, 1)
         weights, splitter = self._planner.weights.current, self._learner.splitter
@@ -852,6 +881,10 @@ class Master:
         from mcinfer.cards.tensors import place_of  # no other argument needs it
 
         self._ready()
+        if not isinstance(self._loop, Loop):
+            raise InvalidInputError(
+                f"{name}: got {text!r} with devices='inline', expected the host's memory"
+            )
         pool = [process.device for process in self._plan.processes]
         return place_of(text, name, specs, pool, self._loop.inbox)
 
@@ -916,13 +949,6 @@ def _builds(plan: PoolPlan, model: str, engine: str, options: EngineOptions) -> 
     return builds
 
 
-def _inline_worker() -> type[WorkerProcess]:
-    """What runs a session in this process: an engine comes into the user's process in this way alone."""
-    from mcinfer.worker.inline import InlineWorker
-
-    return InlineWorker
-
-
 def _open_place(device: Device, *given: Any) -> Place:
     """As `OpenPlace`; the module is loaded when a tensor lies on a device, or is to."""
     from mcinfer.cards.tensors import open_memory
@@ -938,7 +964,7 @@ def _share(ranks: int, until: ExitStack) -> list[list[int]]:
     return [shared.fds(rank) for rank in range(ranks)]
 
 
-def _abandon(loop: Loop, waiting: WaitingThreads) -> None:
+def _abandon(loop: "Loop | InlinePool", waiting: WaitingThreads) -> None:
     """Close what a garbage-collected master leaves, without a wait."""
     loop.abandon()
     waiting.close(wait=False)

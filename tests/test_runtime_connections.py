@@ -8,7 +8,7 @@ from typing import Any, cast
 from mcinfer.config import Limits
 from mcinfer.requests.request import NO_WEIGHTS
 from mcinfer.runtime.connections import Connections
-from mcinfer.runtime.worker_process import Gang, WorkerProcess
+from mcinfer.runtime.worker_process import Gang
 from mcinfer.shm.block import Block
 
 
@@ -20,7 +20,7 @@ def test_no_run_goes_to_a_worker_that_did_not_take_the_block_of_its_tensors() ->
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 
-    connections = Connections([], lambda _: block, Limits(), WorkerProcess, lambda *_: [])
+    connections = Connections([], lambda _: block, Limits(), lambda *_: [])
     connections.transport = cast("Any", SimpleNamespace(send=lambda _, data: sent.append(data)))
     connections.lost = lambda _, why: lost.append(why)
     rank = SimpleNamespace(lifeline=SimpleNamespace(send_block=refuse))

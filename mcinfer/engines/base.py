@@ -338,6 +338,26 @@ class Engine(ABC):
         """
         raise NotImplementedError
 
+    def compute(
+        self, inputs: Sequence[NDArray[Any]], weights: Sequence[Buffer] = ()
+    ) -> Sequence[NDArray[Any]]:
+        """Run once, in this thread, on arrays of the inputs' types, in the machine's byte order.
+
+        `weights` are as in `bind`.
+
+        Returns:
+            All outputs, in the model's order, in arrays that are the caller's.
+
+        Raises:
+            See `bind` and `BoundRun.execute`.
+        """
+        specs = self.spec.inputs
+        arrays = [np.asarray(array, order="C") for array in inputs]
+        given = [*map(produced_from, specs, arrays), *weights]
+        produced = self.bind(given, ()).execute()
+        found = {item.name: array_of(item).copy() for item in produced}
+        return [found[spec.name] for spec in self.spec.outputs]
+
     def skip(self, exc: Exception) -> None:  # noqa: B027 which most engines need not know
         """A run that was asked for failed before `execute`, so it is not executed."""
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from mcinfer.checks import as_map, from_map
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines.base import EngineRequest
+from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.providers import NAMES, device_error, graph_options, provider_of
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
@@ -47,6 +47,8 @@ from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
 from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.model_cache.onnx_files import added_inputs, check_regular, scan
 from mcinfer.private import in_words, inherited, model_name, naming_limit
+from mcinfer.protocol import MAX_NOTE, MAX_NOTES, TensorFields
+from mcinfer.specs import TensorSpec
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
@@ -216,6 +218,41 @@ def identity(request: EngineRequest, content: ModelContent, runtime: str) -> str
         **_graph_facts(request),
     }
     return entry_key(facts)
+
+
+def described(engine: Engine, request: EngineRequest, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """What a master learns of a model that an engine has loaded: fields of BUILD_FINISH.
+
+    `notes` are further remarks for the user, before the engine's.
+
+    Raises:
+        BuildError: The model's files are others than `EngineRequest.content` says.
+    """
+    about, content = engine.description, request.content
+    facts = {
+        "inputs": _fields(engine.spec.inputs),
+        "outputs": _fields(engine.spec.outputs),
+        "weights": _fields(engine.weights),
+        "providers": engine.providers,
+        "concurrent": engine.concurrent,
+        "reaches": engine.reaches,
+        "about": dict(about.about),
+        "properties": dict(about.properties),
+        "overridable": _fields(about.overridable),
+        "provider_options": {n: dict(given) for n, given in about.provider_options.items()},
+    }
+    if content is not None:
+        if not content.unchanged():
+            raise BuildError(f"{request.model} was changed while it was loaded")
+        facts["model"] = identity(request, content, engine.version)
+        facts |= {"random": content.random, "ragged": content.ragged}
+    notes = [*notes, *(in_words(note, request.model) for note in engine.notes)]
+    facts["notes"] = tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES])
+    return facts
+
+
+def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
+    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
 
 
 def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:

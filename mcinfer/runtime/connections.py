@@ -65,10 +65,8 @@ class Connections:
         builds: Sequence[Sequence[Build]],
         block: Callable[[int], SharedBlock | None],
         limits: Limits,
-        worker: type[WorkerProcess],
         share: Share,
     ) -> None:
-        self._worker = worker
         self._share = share
         self.lost: Callable[[Gang, str], None]
         self.processes: dict[int, Gang] = {}
@@ -86,7 +84,7 @@ class Connections:
             OSError: The system has no descriptor, thread or folder left; nothing stays open.
         """
         processes = sum(map(len, self.builds))
-        _check_descriptors(DESCRIPTORS_TO_OPEN + self._worker.descriptors * processes)
+        _check_descriptors(DESCRIPTORS_TO_OPEN + WorkerProcess.descriptors * processes)
         # libzmq ends the process if it cannot start a thread (src/thread.cpp).
         check_tasks(_TASKS_TO_OPEN + sum(map(self._tasks, self.builds)))
         self.transport = MasterTransport()
@@ -109,13 +107,13 @@ class Connections:
         """
         builds = self.builds[index]
         between = len(builds) * (len(builds) - 1)  # what the ranks share, until all are started
-        _check_descriptors(self._worker.descriptors * len(builds) + between)
+        _check_descriptors(WorkerProcess.descriptors * len(builds) + between)
         check_tasks(self._tasks(builds))
         with ExitStack() as opened, ExitStack() as passed:
             groups = self._share(len(builds), passed) if len(builds) > 1 else [[]]
             processes = []
             for rank, (build, group) in enumerate(zip(builds, groups, strict=True)):
-                process = self._worker(
+                process = WorkerProcess(
                     self.label(index, rank),
                     connection=self.transport.handle,
                     group=group,
@@ -138,7 +136,7 @@ class Connections:
         """
         sessions = [build for build in builds if build.engine == "onnxruntime"]
         threads = [b.options.threads or b.threads or len(b.cores) or 1 for b in sessions]
-        return self._worker.tasks * len(builds) + sum(threads) - len(threads)
+        return WorkerProcess.tasks * len(builds) + sum(threads) - len(threads)
 
     def label(self, index: int, rank: int = 0) -> tuple[int, str]:
         """A rank's number among all of the pool's, and its device."""

@@ -26,6 +26,7 @@ from mcinfer.requests.planner import Place
 from mcinfer.requests.request import Outcome, Request
 from mcinfer.runtime.admission import Admission, Allocation, refuse
 from mcinfer.runtime.delivery import Delivery
+from mcinfer.scheduler.dispatch import RequestTable
 from mcinfer.shm.arena import Arena, SharedBlock, Slot
 from mcinfer.shm.descriptors import WakeUp
 
@@ -54,43 +55,30 @@ class Question(Outcome[T]):
             self.settle(exc)
 
 
-class Inbox:
-    """How callers reach the loop: any thread may call it.
+class Doors:
+    """Whether a master takes calls: any thread may ask.
 
     Attributes:
         pid: Of the process that made the master.
-        items: What has come, for the loop.
-        bell: Wakes the loop.
-        asleep: Whether the loop sleeps, or is about to.
         start_claims: Not empty until the master is started.
-        opened: Whether there is a loop.
+        opened: Whether there is what answers calls.
         closing: Whether it was asked to close.
-        finished: Whether no worker is left, and none will be started.
-        gone: Whether the loop has ended: what comes is refused here.
-        loop_thread: The identifier of the loop's thread.
-        places: The memory of devices that is open.
-        admission: Whose lines callers would wait in; set before the loop is open.
+        finished: Whether nothing is left, and nothing will be started.
+        table: The requests.
     """
 
-    def __init__(
-        self, limits: Limits, delivery: Delivery, open_place: Callable[[Device], Place]
-    ) -> None:
-        self.items: deque[Request | Question[Any] | Allocation] = deque()
-        self.bell = WakeUp()
-        self.asleep = False
+    def __init__(self, limits: Limits) -> None:
         self.start_claims = [True]
-        self.opened = self.closing = self.finished = self.gone = False
-        self.loop_thread = 0
-        self.admission: Admission
+        self.opened = self.closing = self.finished = False
+        self.table: RequestTable
         self._limits = limits
-        self._delivery = delivery
-        self._open_place = open_place
-        # By worker, the devices whose memory it reaches.
-        self._reached: dict[int, frozenset[str]] = {}
-        self.places: dict[Device, Place] = {}
         self.pid = os.getpid()
 
-    # Whether calls are taken.
+    def claim_start(self) -> None:
+        """Raise `ClosedError` unless this is the first start, before any `close`."""
+        self.check_process()
+        if not take(self.start_claims) or self.closing:
+            raise ClosedError("a master can be started once; make a new one")
 
     def check_open(self, *, for_request: bool = False) -> None:
         """Raise `ClosedError` unless calls are taken; `for_request`, `QueueFullError` if none has a place."""
@@ -100,13 +88,13 @@ class Inbox:
                 raise ClosedError("the master is closed")
             raise ClosedError(CLOSING if self.closing else NOT_STARTED)
         limits = self._limits
-        full = for_request and self.admission.scheduler.table.in_flight >= limits.queue
+        full = for_request and self.table.in_flight >= limits.queue
         if full and limits.when_queue_full == "raise":
-            self.admission.scheduler.check_room(0)
+            self.table.check_room(limits, 0)
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the master's: then it has no loop."""
+        """Whether this process was forked from the master's: then nothing here answers calls."""
         return os.getpid() != self.pid
 
     def check_process(self) -> None:
@@ -115,6 +103,44 @@ class Inbox:
                 f"this master belongs to process {self.pid}; process {os.getpid()} was forked from it "
                 "and needs a master of its own"
             )
+
+
+def take(claims: list[bool]) -> bool:
+    """Whether the calling thread is the first to take this."""
+    try:
+        return claims.pop()
+    except IndexError:
+        return False
+
+
+class Inbox(Doors):
+    """How callers reach the loop: any thread may call it.
+
+    Attributes:
+        items: What has come, for the loop.
+        bell: Wakes the loop.
+        asleep: Whether the loop sleeps, or is about to.
+        gone: Whether the loop has ended: what comes is refused here.
+        loop_thread: The identifier of the loop's thread.
+        places: The memory of devices that is open.
+        admission: Whose lines callers would wait in; set before the loop is open.
+    """
+
+    def __init__(
+        self, limits: Limits, delivery: Delivery, open_place: Callable[[Device], Place]
+    ) -> None:
+        super().__init__(limits)
+        self.items: deque[Request | Question[Any] | Allocation] = deque()
+        self.bell = WakeUp()
+        self.asleep = False
+        self.gone = False
+        self.loop_thread = 0
+        self.admission: Admission
+        self._delivery = delivery
+        self._open_place = open_place
+        # By worker, the devices whose memory it reaches.
+        self._reached: dict[int, frozenset[str]] = {}
+        self.places: dict[Device, Place] = {}
 
     def check_wait(self) -> None:
         """Raise an error where the calling thread would wait in vain.
@@ -144,7 +170,7 @@ class Inbox:
         """
         if wait:
             limits = self._limits
-            near = self.admission.scheduler.table.in_flight + len(self.items) >= limits.queue
+            near = self.table.in_flight + len(self.items) >= limits.queue
             if near or self.admission.places.waiting or limits.queue_bytes is not None:
                 self.check_wait()
                 request.entered = Outcome[None]()

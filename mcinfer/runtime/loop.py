@@ -41,19 +41,19 @@ from mcinfer.protocol import (
     decode_reply_body,
 )
 from mcinfer.requests.frames import IdleFrames
-from mcinfer.requests.planner import OpenPlace, Place
+from mcinfer.requests.planner import HostPlace, OpenPlace, Place, Planner
 from mcinfer.requests.request import Request
 from mcinfer.runtime.admission import Admission
 from mcinfer.runtime.connections import Connections, Share
 from mcinfer.runtime.delivery import Delivery, call_trace_hook, prepare
-from mcinfer.runtime.inbox import CLOSING, Inbox, Question
+from mcinfer.runtime.inbox import CLOSING, Inbox, Question, take
 from mcinfer.runtime.supervision import Supervision
-from mcinfer.runtime.worker_process import WorkerProcess
 from mcinfer.scheduler.dispatch import Entry
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules, Run
 from mcinfer.shm.arena import Arena
 from mcinfer.shm.descriptors import WakeUp
+from mcinfer.specs import ModelSpec, specs_of
 from mcinfer.statistics import Statistics, TraceHook
 
 _MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
@@ -79,7 +79,6 @@ class Loop:
         memory_bytes: int,
         *,
         trace: "ref[TraceHook] | None" = None,
-        worker: type[WorkerProcess] = WorkerProcess,
         open_place: OpenPlace,
         share: Share,
     ) -> None:
@@ -87,11 +86,10 @@ class Loop:
         devices = _some(build.device for ranks in groups for build in ranks)
         self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
         limits = self._limits = rules.limits
+        self._max_rows = rules.max_batch_size
         self._opens = open_place
         self.inbox = Inbox(limits, self._delivery, self._open_place)
-        self._connections = Connections(
-            groups, lambda n: self.admission.block(n), limits, worker, share
-        )
+        self._connections = Connections(groups, lambda n: self.admission.block(n), limits, share)
         self.supervision = Supervision(self._connections, self.inbox, self._delivery, rules)
         self._block_numbers = count()
         self.arena = Arena(
@@ -101,6 +99,7 @@ class Loop:
         scheduler = self._scheduler = Scheduler(builds, self, self.supervision, rules)
         self.supervision.scheduler = scheduler
         self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
+        self.inbox.table = scheduler.table
         self.model: ModelInMemory | None = None
         self._trace = trace
         self._ended = WakeUp()
@@ -109,12 +108,6 @@ class Loop:
         self._thread: threading.Thread | None = None
 
     # Life, for any thread.
-
-    def claim_start(self) -> None:
-        """Raise `ClosedError` unless this is the first start, before any `close`."""
-        self.inbox.check_process()
-        if not _take(self.inbox.start_claims) or self.inbox.closing:
-            raise ClosedError("a master can be started once; make a new one")
 
     def refuse_start(self, failure: McinferError) -> None:
         """Raise this failure, and report it from now on."""
@@ -165,7 +158,7 @@ class Loop:
                 self._adopt(thread)
                 opened.pop_all()
             except BaseException:
-                if not _take(self._run_claims):
+                if not take(self._run_claims):
                     # Ctrl-C, and the thread runs: it closes all of this.
                     self._adopt(thread)
                     self.inbox.finished = True
@@ -210,6 +203,18 @@ class Loop:
         if self._thread is not None and not self.inbox.is_forked:
             self.inbox.post(Question(partial(self._end, None)))
 
+    def planner(self, model: ModelSpec, built: BuildFinish) -> Planner:
+        """What makes the requests of this model, which the workers have loaded."""
+        return Planner(
+            model,
+            place=HostPlace(self.arena, self.inbox.allocate, self.frames),
+            queue=self.inbox,
+            limits=self._limits,
+            max_rows=self._max_rows,
+            weights=specs_of(built.weights),
+            ragged=built.ragged,
+        )
+
     @property
     def state(self) -> str:
         """The state in words, without asking the loop."""
@@ -234,7 +239,7 @@ class Loop:
     # The loop's thread.
 
     def _run(self) -> None:
-        if not _take(self._run_claims):
+        if not take(self._run_claims):
             return
         self.inbox.loop_thread = threading.get_ident()
         try:
@@ -354,15 +359,8 @@ class Loop:
         idle = self.frames.bytes
         lent = [gang.blocks for gang in self._connections.processes.values()]
         return Statistics(
-            accepted=table.accepted,
-            succeeded=table.succeeded,
-            failed=table.failed,
-            cancelled=table.cancelled,
-            in_flight=table.in_flight,
-            in_flight_bytes=table.in_flight_bytes,
-            queued=table.not_begun,
+            **table.counts(),
             queued_shards=len(self._scheduler.queue),
-            latency=table.latency.snapshot(),
             batch_sizes=self._scheduler.batch_sizes.snapshot(),
             memory_bytes=self.arena.size + sum(blocks.size for blocks in lent),
             memory_used_bytes=max(0, self.arena.used - idle) + sum(blocks.used for blocks in lent),
@@ -505,11 +503,3 @@ def _some(devices: Iterable[str]) -> str:
     """The devices in words that fit a line of the log."""
     different = [*dict.fromkeys(devices)]
     return ", ".join(different if len(different) <= 4 else [*different[:2], "…", different[-1]])
-
-
-def _take(claims: list[bool]) -> bool:
-    """Whether the calling thread is the first to take this."""
-    try:
-        return claims.pop()
-    except IndexError:
-        return False

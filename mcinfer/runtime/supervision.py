@@ -38,7 +38,7 @@ from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Outcome
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery
-from mcinfer.runtime.inbox import NOT_STARTED, Inbox, Question
+from mcinfer.runtime.inbox import Inbox, Question
 from mcinfer.runtime.worker_process import Gang
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
@@ -426,23 +426,6 @@ class Supervision:
 
     def health(self) -> Health:
         return self._inbox.ask(self.take_health)
-
-    def wait_ready(self, timeout: float) -> Health:
-        """See `Master.wait_ready`."""
-        end = monotonic() + timeout
-        pause = Outcome[None]()
-        while True:
-            health = self._inbox.ask(self.take_health)
-            left = end - monotonic()
-            if health.state == "ready":
-                return health
-            if self._inbox.start_claims:
-                raise ClosedError(NOT_STARTED)
-            if self._inbox.finished or health.state in ("closing", "closed"):
-                raise ClosedError(f"the master does not become ready any more: {health}")
-            if left <= 0:
-                raise ReadyTimeoutError(f"not ready within {timeout:g} s: {health}")
-            pause.wait(min(left, _HEALTH_INTERVAL))
 
     def take_health(self) -> Health:
         """The scheduler's health, corrected by the state of the processes."""

@@ -15,7 +15,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
-from mcinfer.errors import McinferError
+from mcinfer.config import Limits
+from mcinfer.errors import McinferError, QueueFullError
 from mcinfer.protocol import MAX_RUNS, WorkerState
 from mcinfer.scheduler.queue import ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, PoolRules, Run, Stop, Worker
@@ -144,6 +145,20 @@ class RequestTable:
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (entry.deadline, entry.number))
 
+    def check_room(self, limits: Limits, size: int) -> None:
+        """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
+        if self.in_flight >= limits.queue:
+            raise QueueFullError(
+                f"{self.in_flight} requests are queued or running, the limit (Limits.queue) is "
+                f"{limits.queue}"
+            )
+        taken, most_bytes = self.in_flight_bytes, limits.queue_bytes
+        if most_bytes is not None and taken and taken + size > most_bytes:
+            raise QueueFullError(
+                f"requests with {taken} bytes of tensors are queued or running, and this one has {size}: "
+                f"the limit (Limits.queue_bytes) is {most_bytes}"
+            )
+
     def take_peak(self) -> int:
         """The most that `in_flight_bytes` was since the last call."""
         peak, self._most_bytes = self._most_bytes, self.in_flight_bytes
@@ -184,6 +199,19 @@ class RequestTable:
                 self.failed += 1
             case "cancelled":
                 self.cancelled += 1
+
+    def counts(self) -> dict[str, Any]:
+        """Fields of `mcinfer.statistics.Statistics`."""
+        return {
+            "accepted": self.accepted,
+            "succeeded": self.succeeded,
+            "failed": self.failed,
+            "cancelled": self.cancelled,
+            "in_flight": self.in_flight,
+            "in_flight_bytes": self.in_flight_bytes,
+            "queued": self.not_begun,
+            "latency": self.latency.snapshot(),
+        }
 
     def give_up(self) -> None:
         self.failed += self.in_flight

@@ -33,7 +33,6 @@ from mcinfer.errors import (
     PredictError,
     PredictTimeoutError,
     ProtocolError,
-    QueueFullError,
 )
 from mcinfer.protocol import (
     Build,
@@ -186,17 +185,7 @@ class Scheduler:
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
-        in_flight, most = self.table.in_flight, self._limits.queue
-        if in_flight >= most:
-            raise QueueFullError(
-                f"{in_flight} requests are queued or running, the limit (Limits.queue) is {most}"
-            )
-        taken, most_bytes = self.table.in_flight_bytes, self._limits.queue_bytes
-        if most_bytes is not None and taken and taken + size > most_bytes:
-            raise QueueFullError(
-                f"requests with {taken} bytes of tensors are queued or running, and this one has {size}: "
-                f"the limit (Limits.queue_bytes) is {most_bytes}"
-            )
+        self.table.check_room(self._limits, size)
 
     def handle_cancel(self, now: float, request: int) -> None:
         entry = self.table.find_open(request)

@@ -15,18 +15,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcinfer.config import CARD_KINDS, INLINE, CoreShare, Device
+from mcinfer.config import CARD_KINDS, CoreShare, Device
 from mcinfer.engines import open_engine
 from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.engines.preparation import identity, readable_content
+from mcinfer.engines.preparation import described, readable_content
 from mcinfer.engines.wide import WideEngine
-from mcinfer.errors import BuildError, McinferError
+from mcinfer.errors import McinferError
 from mcinfer.machine import format_core_list
 from mcinfer.model_cache.children import Progress
-from mcinfer.private import in_words
-from mcinfer.protocol import MAX_NOTE, MAX_NOTES, Build, TensorFields
+from mcinfer.protocol import Build
 from mcinfer.shm.arena import AttachedBlocks
-from mcinfer.specs import TensorSpec
 
 
 def open_worker_engine(
@@ -52,7 +50,7 @@ def open_worker_engine(
     share, notes = _pin_to_allowed(message.share)
     request = EngineRequest(
         model=message.model,
-        device=Device("cpu", 0) if device.kind == INLINE else device,
+        device=device,
         options=message.options,
         share=share,
     )
@@ -76,15 +74,8 @@ def open_worker_engine(
         engine = open_engine(message.engine, request, progress)
     with ExitStack() as opened:
         opened.callback(engine.close)
-        facts = _facts(engine)
-        if content is not None:
-            if not content.unchanged():
-                raise BuildError(f"{message.model} was changed while it was loaded")
-            facts["model"] = identity(request, content, engine.version)
-            facts |= {"random": content.random, "ragged": content.ragged}
+        facts = described(engine, request, notes)
         opened.pop_all()
-    notes += tuple(in_words(note, message.model) for note in engine.notes)
-    facts["notes"] = tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES])
     cores = () if share.shared or engine.pins else share.cores
     # A model that draws random numbers has one state of them.
     is_sole = engine.widens and engine.concurrent == 1
@@ -100,27 +91,6 @@ def _open_wide(message: Build, request: EngineRequest, share: CoreShare) -> Engi
         raise McinferError("the prepared model is not in the cache any more")
 
     return open_engine(message.engine, replace(request, share=share), refuse)
-
-
-def _facts(engine: Engine) -> dict[str, Any]:
-    """The fields of BUILD_FINISH that an engine says."""
-    described = engine.description
-    return {
-        "inputs": _fields(engine.spec.inputs),
-        "outputs": _fields(engine.spec.outputs),
-        "weights": _fields(engine.weights),
-        "providers": engine.providers,
-        "concurrent": engine.concurrent,
-        "reaches": engine.reaches,
-        "about": dict(described.about),
-        "properties": dict(described.properties),
-        "overridable": _fields(described.overridable),
-        "provider_options": {n: dict(given) for n, given in described.provider_options.items()},
-    }
-
-
-def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
-    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
 
 
 def _pin_to_allowed(planned: CoreShare) -> tuple[CoreShare, tuple[str, ...]]:

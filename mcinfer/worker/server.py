@@ -138,11 +138,6 @@ class WorkerLoop:
         self._canceller.start()
 
     @property
-    def threads(self) -> Sequence[threading.Thread]:
-        """Those that execute runs beside the one that serves."""
-        return () if self._turns is None else self._turns.threads
-
-    @property
     def lingers(self) -> bool:
         """See `Engine.lingers`."""
         return self._engine is not None and self._engine.lingers
@@ -264,9 +259,7 @@ class WorkerLoop:
         twins = [engine.twin() for _ in range(1, engine.concurrent)]
         self._lanes = [Runs(each, self._blocks) for each in (engine, *twins)]
         self._cores = cores
-        if not isinstance(self._connection, Turns):  # as an inline worker's is
-            self._connection = Turns(self._connection, self._lifeline.fd)
-        self._turns = self._connection
+        self._connection = self._turns = Turns(self._connection, self._lifeline.fd)
         for lane in range(1, len(self._lanes)):
             self._turns.start(partial(self._serve_lane, lane))
 

@@ -94,15 +94,14 @@ def test_one_of_two_runs_is_cancelled_and_the_other_goes_on(
         assert pids(master) == before
 
 
-@EITHER
 def test_run_that_does_not_stop_in_time_ends_the_worker_and_its_neighbour_runs_again(
-    tmp_path: Path, fake_model: FakeModel, held: HeldPipe, devices: int | str
+    tmp_path: Path, fake_model: FakeModel, held: HeldPipe
 ) -> None:
-    """Which is answered by the next process, or thread."""
+    """Which is answered by the next process."""
     slow = tmp_path / "slow"
     model = fake_model(when={"-1": f"told:{tmp_path}/held", "-2": f"once:{slow}:sleep:60"})
     timeouts = Timeouts(cancel_grace=0.1)
-    with fake_master(model, devices, options=TWO, timeouts=timeouts) as master:
+    with fake_master(model, 1, options=TWO, timeouts=timeouts) as master:
         neighbour = master.submit(act(SLOW), timeout=60.0)
         wait_until(slow.exists)
         late = master.submit(act(HELD), timeout=1.5)

@@ -92,7 +92,7 @@ def test_limit_on_the_threads_of_a_user_is_named_before_one_is_started() -> None
     limit = "0 are left: ulimit -u (RLIMIT_NPROC) of this user is 1"
     pool, inline = ended.out.splitlines()
     assert f"14 threads are needed and {limit}" in pool
-    assert f"8 threads are needed and {limit}" in inline
+    assert f"3 threads are needed and {limit}" in inline
 
 
 # Threads that are not Python's own, or are started no more.

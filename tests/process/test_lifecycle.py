@@ -20,7 +20,7 @@ from mcinfer.protocol import VERSION, BuildFinish, Error, Hello, Reply, encode
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import all_gone, pids, wait_until
+from tests.process.waiting import all_gone, loop_of, pids, wait_until
 
 
 def test_every_call_before_start_and_after_close_says_so_and_close_is_for_many(
@@ -167,7 +167,7 @@ def test_intruder_at_the_socket_changes_nothing(fake_model: FakeModel) -> None:
         workers = pids(master)
         socket.setsockopt(zmq.LINGER, 1000)
         # As a process of the same user that traces this one could.
-        socket.connect(f"ipc:///proc/self/fd/{master._loop._connections.transport.handle}")
+        socket.connect(f"ipc:///proc/self/fd/{loop_of(master)._connections.transport.handle}")
         future = master.submit(act(-1.0))
         for data in (b"", b"\xc1", os.urandom(1000), msgpack.packb({"id": 2, "request": 0})):
             socket.send(data)

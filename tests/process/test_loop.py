@@ -23,7 +23,16 @@ from mcinfer import (
     Timeouts,
 )
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
-from tests.process.waiting import call_in_loop, in_line, pids, running, settle, stop, wait_until
+from tests.process.waiting import (
+    call_in_loop,
+    in_line,
+    loop_of,
+    pids,
+    running,
+    settle,
+    stop,
+    wait_until,
+)
 
 PATIENCE = 40.0
 ONE_ROW = 2 * 4 * 4
@@ -243,7 +252,7 @@ def test_finalizer_of_a_master_whose_loop_has_failed_does_nothing_of_the_loops(
 ) -> None:
     caplog.set_level(logging.INFO, "mcinfer.master")
     master = fake_master(fake_model(), 1).start()
-    loop, once = master._loop, [SystemExit()]
+    loop, once = loop_of(master), [SystemExit()]
 
     def fail() -> None:
         if once:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcinfer import Master
 from mcinfer.runtime.inbox import Question
+from mcinfer.runtime.loop import Loop
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 30.0) -> None:
@@ -52,12 +53,18 @@ def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> No
 
 def in_line(master: Master) -> int:
     """How many callers wait for room in the queue."""
-    return len(master._loop.admission.places.waiting)
+    return len(loop_of(master).admission.places.waiting)
+
+
+def loop_of(master: Master) -> Loop:
+    """The loop of a master with workers."""
+    assert isinstance(master._loop, Loop)
+    return master._loop
 
 
 def call_in_loop(master: Master, function: Callable[[], object]) -> None:
     """Have the loop's thread call the function, in its next turn."""
-    master._loop.inbox.post(Question(function))
+    loop_of(master).inbox.post(Question(function))
 
 
 def busy_pid(master: Master) -> int:

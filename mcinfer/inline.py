@@ -1,0 +1,637 @@
+"""The model in the user's own process: `Master(model, devices="inline")`, without workers and messages.
+
+::
+
+    predict ──► checks ──► a free lane: its engine runs here, in the caller's thread ──► arrays
+    submit  ──► checks, copies ──► queue: priorities, joins ──► a thread, with a lane ──► future
+    the keeper, a thread ──► deadlines, which end runs through the engine, and the close
+
+A *lane* is an engine that one thread at a time runs; all are twins, on one loaded model. `InlinePool` is in
+the place of the loop and its workers, `InlineAnswers` in that of the planner, for the same `Master`.
+
+Ownership: one lock guards all state; it is held for no run and for no code of a user's. It is reentrant: a
+signal's handler may call a method while its own thread holds it. A run cannot be killed: one that does not
+stop keeps its lane, and its session.
+"""
+
+import atexit
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from time import monotonic, perf_counter
+from typing import Any, NoReturn
+from weakref import ref
+
+from mcinfer.config import INLINE, Device, EngineOptions, PoolPlan
+from mcinfer.engines import open_engine
+from mcinfer.engines.base import Engine, EngineRequest, RunCancelledError
+from mcinfer.engines.preparation import described, readable_content
+from mcinfer.errors import (
+    BuildError,
+    ClosedError,
+    McinferError,
+    PredictError,
+    PredictTimeoutError,
+    QueueFullError,
+    ReadyTimeoutError,
+    WorkerDiedError,
+    is_refusal,
+)
+from mcinfer.machine import check_tasks
+from mcinfer.private import ModelInMemory, model_name
+from mcinfer.process import check_threads
+from mcinfer.protocol import BuildFinish
+from mcinfer.requests.direct import InlineAnswers, Job
+from mcinfer.requests.request import Outcome
+from mcinfer.requests.tensors import Arrays
+from mcinfer.runtime.delivery import Delivery, call_trace_hook
+from mcinfer.runtime.inbox import Doors
+from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
+from mcinfer.scheduler.queue import ShardQueue
+from mcinfer.scheduler.workers import PoolRules
+from mcinfer.specs import ModelSpec
+from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
+
+__tracebackhide__ = is_refusal
+
+_log = logging.getLogger("mcinfer.master")
+
+_QUICK = (
+    0.0001  # seconds of a run that an event loop waits for: to hand it to a thread takes as long
+)
+_FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
+_LATE_SECONDS = 5.0  # past its deadline that a caller waits for the keeper
+_LAST_SECONDS = 1.0  # for the ends of threads, and for callbacks, at the close
+_MAX_PLANS = 256
+
+_LONGEST_WAIT = 86400.0  # seconds of one wait: Python takes no more than some years
+
+_shape = attrgetter("shape")
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    engine: Engine
+    jobs: Sequence[Job] = ()
+    began: float = 0.0
+    stop_by: float = math.inf  # of a run that no caller waits for any more
+
+
+class InlinePool(Doors):
+    """The session of a master in its own process, its lanes and threads. Any thread may call it.
+
+    Args:
+        request: The model, and how to load it.
+        engine: Name of the engine.
+        rules: What the user wants of the pool.
+        threads: How many runs there are at once, at most.
+        trace: The trace hook.
+
+    Attributes:
+        at_once: Into how many pieces a request is cut: they would run one after another.
+        model: The model, if it is in memory; closed at the end.
+    """
+
+    at_once = 1
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        engine: str,
+        rules: PoolRules,
+        threads: int,
+        trace: "ref[TraceHook] | None",
+    ) -> None:
+        super().__init__(rules.limits)
+        self._request = request
+        self._engine_name = engine
+        self._rules = rules
+        self._most_lanes = threads
+        self._trace = trace
+        self._name = model_name(request.model)
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)  # for the threads
+        self._keeper = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)  # a run, or the pool
+        self._delivery = Delivery(f"{self._name} on {INLINE}")
+        self._delivers = False
+        self.failure: McinferError | None = None
+        self.model: ModelInMemory | None = None
+        self._close_at = self._end_at = math.inf  # of draining, of closing
+        self._threads: list[threading.Thread] = []
+        self._lanes: list[_Lane] = []
+        self._look_at = math.inf
+        self._seen = 0  # requests, at the last look
+        self.table = RequestTable()
+        self._queue = ShardQueue(rules.max_batch_size)
+        self._jobs: dict[int, Job] = {}
+        self._batch_sizes = Tally(ROW_BOUNDS)
+        self._usual = math.inf
+        self._restarts = self._runs = self._completed = self._failed = 0
+        self._busy_seconds = 0.0
+        self._last_error = ""
+        self._providers: tuple[str, ...] = ()
+        self._replacing = 0
+        self._waiting = 0  # callers, for the end of a run
+
+    @property
+    def inbox(self) -> "InlinePool":
+        """As that of a loop: here no thread is between."""
+        return self
+
+    supervision = inbox
+
+    # Life.
+
+    def refuse_start(self, failure: McinferError) -> NoReturn:
+        self.failure, self.finished = failure, True
+        raise failure
+
+    def start(self) -> BuildFinish:
+        """Load the model, and return its description; raises as `Loop.start`."""
+        check_threads("a Master")
+        try:
+            # ONNX Runtime may wait without an end where it cannot start one (1.32).
+            check_tasks(self._most_lanes + self._request.threads)
+            engine, built = self._load()
+        except OSError as exc:
+            self.refuse_start(BuildError(f"no pool can be opened: {exc}"))
+        except McinferError as exc:
+            self.refuse_start(exc)
+        with self._lock:
+            if self.closing:
+                engine.close()
+                raise ClosedError("the master was closed while it was starting")
+            self._open_lanes(engine, built)
+            atexit.register(self.close)
+            self.opened = True
+            try:
+                for target in (self._keep, *[self._serve] * len(self._lanes)):
+                    thread = threading.Thread(target=target, name="mcinfer-inline", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+            except RuntimeError as exc:
+                self._end()
+                self.refuse_start(BuildError(f"no pool can be opened: {exc}"))
+        return built
+
+    def _load(self) -> tuple[Engine, BuildFinish]:
+        began = perf_counter()
+        request = replace(self._request, content=readable_content(self._request))
+
+        def report(state: Mapping[str, Any]) -> None:
+            size = f"{state['written'] / 1e6:.0f} MB"
+            self._show(f"preparing {self._name}: {size} written, {state['seconds']:.0f} s")
+
+        engine = open_engine(self._engine_name, request, report)
+        try:
+            facts = described(engine, request)
+        except BaseException:
+            engine.close()
+            raise
+        self._show("")
+        for note in facts["notes"]:
+            _log.warning("%s on %s: %s", self._name, INLINE, note)
+        return engine, BuildFinish(**facts, seconds=perf_counter() - began)
+
+    def _show(self, text: str) -> None:
+        if text or self._delivers:
+            self.deliver(partial(self._delivery.show, text))
+
+    def _open_lanes(self, engine: Engine, built: BuildFinish) -> None:
+        count = self._most_lanes if type(engine).twin is not Engine.twin else 1
+        twins = [engine.twin() for _ in range(1, count)]
+        self._lanes = [*map(_Lane, (*twins, engine))]
+        self._providers = built.providers
+
+    def planner(self, model: ModelSpec, built: BuildFinish) -> InlineAnswers:
+        """What answers the requests of this model, which `start` has loaded."""
+        return InlineAnswers(self, model, built, self._rules.max_batch_size)
+
+    def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
+        """See `Master.close`."""
+        if self.is_forked:
+            return
+        seconds = self._rules.timeouts.close if timeout is None else timeout
+        with self._lock:
+            self.closing = True
+            if not self.opened or self.finished:
+                self.finished = True
+                self._delivery.close()
+            elif drain:
+                limit = math.inf if timeout is None else monotonic() + timeout
+                self._close_at = min(self._close_at, limit)
+            else:
+                self._close_at = -math.inf
+                # A run that is cancelled gets a moment at least: to leave its thread is worse.
+                self._end_at = min(self._end_at, monotonic() + max(seconds, _LAST_SECONDS))
+            self._keeper.notify()
+            if not self.may_wait():
+                return
+            try:
+                while not self.finished:
+                    self._wait(math.inf)
+            except BaseException:
+                if drain:  # Ctrl-C: who waits for requests to be answered does not any more
+                    self.close()
+                raise
+        for thread in () if self._lanes else self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_LAST_SECONDS)
+        if self._delivers:
+            self._delivery.wait(_LAST_SECONDS)
+
+    def abandon(self) -> None:
+        """Close without waiting: for finalizers."""
+        if self.opened and not self.is_forked:
+            with suppress(RuntimeError):  # at the interpreter's end, which closes it
+                threading.Thread(target=self.close, daemon=True).start()
+
+    def _keep(self) -> None:
+        """The keeper: ends requests that are late, and the pool."""
+        while not self.finished:
+            try:
+                with self._lock:
+                    self._look(monotonic())
+            except BaseException as exc:  # as above
+                _log.error("%s was raised in the keeper of the pool, which goes on", repr(exc))
+
+    def _look(self, now: float) -> None:
+        for entry in [*self.table.overdue(now)]:
+            job = self._jobs[entry.number]
+            what = "waited for a worker" if job.lane is None else f"ran on {INLINE}"
+            text = ", ".join((f"no answer within {entry.timeout:g} s: it {what}", *self._late()))
+            self._settle(job, PredictTimeoutError(text), now)
+        self._look_at = min(self._close_at, self.table.next_deadline())
+        if self.closing and (self._close_at <= now or not self._jobs):
+            self._end_at = min(self._end_at, now + self._rules.timeouts.close)
+            for job in [*self._jobs.values()]:
+                self._settle(job, ClosedError("the master was closed"), now)
+            if self._end_at <= now or not any(lane.jobs for lane in self._lanes):
+                self._end()
+                return
+            self._look_at = self._end_at
+        elif self._look_at == math.inf and self.table.accepted != self._seen:
+            # While requests come, the next one would wake it.
+            self._look_at = now + self._rules.timeouts.predict
+        self._seen = self.table.accepted
+        wait = self._look_at - now
+        self._keeper.wait(None if wait == math.inf else min(max(wait, 0.0), _LONGEST_WAIT))
+
+    def _end(self) -> None:
+        self.finished = self.closing = True
+        if not any(lane.jobs for lane in self._lanes):
+            for lane in self._lanes:
+                lane.engine.close()
+            self._lanes = []
+        for condition in (self._work, self._ended):
+            condition.notify_all()
+        if self.model is not None:
+            self.model.close()
+        self._delivery.close()
+        atexit.unregister(self.close)
+
+    # Requests.
+
+    def answer(self, job: Job) -> None:
+        """Settle a call: run it in this thread if a lane is free, or wait for a thread that runs it."""
+        try:
+            self.enter(job, here=True)
+            if job.call.offer is not None:
+                job.call.offer(partial(self.cancel, job))
+            if job.here and job.lane is not None:
+                self._run(job.lane)
+            elif not job.wait(job.entry.deadline - monotonic() + _LATE_SECONDS):
+                raise PredictTimeoutError(f"no answer within {job.call.timeout:g} s")
+        except BaseException as exc:  # also Ctrl-C, between any two calls
+            if job.here and job.lane is not None and job in job.lane.jobs:
+                self._take_back(job.lane, (), exc, 0.0)
+            self.cancel(job)
+            raise
+
+    def is_quick(self) -> bool:
+        """Whether a run takes no longer than to hand it to another thread."""
+        return self._usual < _QUICK and not self._queue.items and self._next_lane() is not None
+
+    def _next_lane(self) -> _Lane | None:
+        for lane in self._lanes:
+            if not lane.jobs and not self._replacing:
+                return lane
+        return None
+
+    def enter(self, job: Job, *, here: bool = False, wait: bool = True) -> None:
+        """Accept a call, and queue it; `here`, if a lane is free and none waits, give it that lane.
+
+        Raises:
+            ClosedError: The master is closed.
+            QueueFullError: Too many requests are in flight; with `wait`, and were until the time was over.
+        """
+        call = job.call
+        with self._lock:
+            if self.finished or (self.closing and call.limited):
+                self.check_open()
+                raise ClosedError("the master is closed")
+            limits = self._rules.limits
+            if call.limited and (self.table.in_flight >= limits.queue or limits.queue_bytes):
+                self._await_room(job, wait and limits.when_queue_full == "wait")
+            now, number = monotonic(), self.table.accepted
+            entry = job.entry = Entry(
+                number, job.plan.cut.rows, job.plan.size, call.start, now, call.timeout
+            )
+            self.table.accept(entry)
+            self._jobs[number] = job
+            if entry.deadline < self._look_at:
+                self._look_at = entry.deadline
+                self._keeper.notify()
+            if here and not self._queue.items and (lane := self._next_lane()) is not None:
+                job.here = True
+                self._give(lane, (job,), now)
+                return
+            due = call.start + min(self._rules.max_delay, call.timeout / 2)
+            key, rows = job.join or (None, 0)
+            self._queue.add((number, 0), call.priority, key, rows, due)
+            self._work.notify()
+
+    def _await_room(self, job: Job, wait: bool) -> None:
+        end = job.call.start + job.call.timeout
+        while True:
+            try:
+                return self.table.check_room(self._rules.limits, job.plan.size)
+            except QueueFullError:
+                if not wait or not self.may_wait() or monotonic() >= end:
+                    raise
+            self._wait(end - monotonic())
+            self.check_open()
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for the end of a run, or of the pool; the lock is held, and not meanwhile."""
+        self._waiting += 1
+        try:
+            self._ended.wait(None if seconds == math.inf else min(seconds, _LONGEST_WAIT))
+        finally:
+            self._waiting -= 1
+
+    def _serve(self) -> None:
+        """A thread of the pool: run what waits."""
+        while not self.finished:
+            try:
+                with self._lock:
+                    lane = self._take_next()
+                if lane is not None:
+                    self._run(lane)
+            except BaseException as exc:  # raised from outside; a traceback would hold this
+                _log.error("%s was raised in a thread of the pool, which goes on", repr(exc))
+
+    def _take_next(self) -> _Lane | None:
+        """Give a lane what waits; None after a wait, since none was free or nothing could go."""
+        now, lane = monotonic(), self._next_lane()
+        self._queue.end_holding(now)
+        if lane is not None and (shards := self._queue.take()):
+            self._give(lane, [self._jobs[number] for number, _ in shards], now)
+            return lane
+        if not self.finished:
+            wait = math.inf if lane is None else self._queue.next_due() - now
+            self._work.wait(None if wait == math.inf else wait)
+        return None
+
+    def _give(self, lane: _Lane, jobs: Sequence[Job], now: float) -> None:
+        lane.began, lane.stop_by = now, math.inf
+        lane.engine.arm()
+        for job in jobs:
+            job.lane = lane
+            job.entry.attempts[0] += 1
+            if not job.entry.begun:
+                job.entry.begun = True
+                self.table.not_begun -= 1
+        lane.jobs = jobs
+
+    def _run(self, lane: _Lane) -> None:
+        values: Sequence[Arrays] = ()
+        error: BaseException | None = None
+        began = perf_counter()
+        try:
+            values = lane.jobs[0].answers.compute(lane.engine, lane.jobs)
+        except BaseException as exc:
+            error = exc
+            if not isinstance(exc, Exception):
+                raise
+        finally:
+            self._take_back(lane, values, error, perf_counter() - began)
+            del error  # its traceback has this frame
+
+    def _take_back(
+        self, lane: _Lane, values: Sequence[Arrays], error: BaseException | None, seconds: float
+    ) -> None:
+        """A run has ended: settle its requests, or have those that were joined run again apart."""
+        now = monotonic()
+        with self._lock:
+            jobs, lane.jobs = lane.jobs, ()
+            if error is None:
+                self._usual = max(seconds, _FORGETTING * min(self._usual, 1.0))
+                is_joined = len(jobs) > 1
+                runs = (sum(j.entry.rows[0] for j in jobs),) if is_joined else jobs[0].entry.rows
+                for rows in runs:
+                    self._batch_sizes.add(rows)
+                self._runs += len(runs)
+                self._completed += len(jobs) if is_joined else len(runs)
+                self._busy_seconds += seconds
+            elif not isinstance(error, RunCancelledError):
+                self._failed += len(jobs)
+                self._last_error = str(error)
+            for i, job in enumerate(jobs):
+                job.lane = None
+                if error is None:
+                    if self._trace is not None:
+                        entry = job.entry
+                        place = 0, INLINE, self.pid, entry.attempts[0]
+                        times = lane.began, now, seconds
+                        entry.runs += [(k, *place, *times, n) for k, n in enumerate(entry.rows)]
+                    self._settle(job, None, now, values[i])
+                elif len(jobs) > 1 and job.entry.ending is None:
+                    self._queue.add_first((job.entry.number, 0))
+                else:
+                    self._settle(job, _told(error), now)
+            if self._queue.items:
+                self._work.notify()
+            if self._waiting or self.closing:
+                self._keeper.notify()
+                self._ended.notify_all()
+
+    def _settle(
+        self,
+        job: Job,
+        error: McinferError | None,
+        now: float,
+        value: Arrays | None = None,
+        ending: Ending = "failed",
+    ) -> None:
+        """Answer a call, unless it is answered; the lock is held."""
+        entry = job.entry
+        if entry.ending is not None:
+            return
+        if error is None:
+            ending, job._value = "succeeded", value
+        else:
+            self._queue.discard((entry.number, 0))
+            lane = job.lane
+            if lane is not None and all(one.entry.ending for one in lane.jobs if one is not job):
+                lane.stop_by = now + self._rules.timeouts.cancel_grace
+                lane.engine.cancel()
+        del self._jobs[entry.number]
+        self.table.close(entry, ending, now)
+        del self.table.entries[entry.number]
+        job.arrays = ()
+        job.settle(error, cancelled=ending == "cancelled")
+        if self._trace is not None:
+            hook = self._trace()
+            if hook is not None and job.call.context is not None:
+                given = hook, job.call.context, entry, now, error, False
+                self._start_delivery()
+                self._delivery.trace(partial(call_trace_hook, *given))
+
+    def cancel(self, outcome: Outcome[Any]) -> bool:
+        """Cancel a call; False if it was settled before."""
+        if isinstance(outcome, Job) and not outcome.settled and not self.is_forked:
+            with self._lock:
+                error = ClosedError("the request was cancelled")
+                self._settle(outcome, error, monotonic(), ending="cancelled")
+        return outcome.was_cancelled
+
+    def forget(self, outcome: Outcome[Any]) -> None:
+        self.cancel(outcome)
+
+    check_wait = Doors.check_process
+
+    def may_wait(self) -> bool:
+        return threading.get_ident() != self._delivery.ident
+
+    def deliver(self, call: Callable[[], object]) -> None:
+        """Have a thread make a call, which starts with the first one."""
+        self._start_delivery()
+        self._delivery.put(call)
+
+    def _start_delivery(self) -> None:
+        with self._lock:
+            if not self._delivers:
+                self._delivers = True
+                self._delivery.start()
+
+    # How it is.
+
+    @property
+    def state(self) -> str:
+        """The state in words."""
+        if self.is_forked:
+            return f"of process {self.pid}"
+        if self.finished:
+            return "closed" if self.failure is None else "failed"
+        if self.start_claims:
+            return "not started"
+        return "closing" if self.closing else "ready" if self.opened else "starting"
+
+    def _late(self) -> list[str]:
+        now = monotonic()
+        late = [now - lane.began for lane in self._lanes if lane.stop_by <= now]
+        return [f"{INLINE}: a run of {seconds:.3g} s did not stop in time" for seconds in late]
+
+    def health(self) -> Health:
+        self.check_process()
+        with self._lock:
+            state, reasons = self.state, self._late()
+            serving = int(self.opened and not self.finished and len(reasons) < len(self._lanes))
+            if self.failure is not None:
+                reasons = [str(self.failure)]
+            elif state == "closing" and self.table.in_flight:
+                reasons.insert(0, f"{self.table.in_flight} requests are still to be answered")
+            elif state == "ready" and reasons:
+                state = "degraded"
+            elif state == "not started":
+                state = "starting"
+        found: Any = state
+        return Health(state=found, reasons=tuple(reasons), serving=serving, workers=1)
+
+    def restart_workers(self, timeout: float) -> None:
+        """Open the model anew, and go over to it once no run is under way."""
+        end = monotonic() + timeout
+        try:
+            engine, built = self._load()
+        except McinferError as exc:
+            raise WorkerDiedError(f"{INLINE}: {exc}") from exc
+        with self._lock:
+            try:
+                self._replacing += 1  # no run begins
+                while any(lane.jobs for lane in self._lanes):
+                    left = end - monotonic()
+                    if left <= 0:
+                        raise ReadyTimeoutError(
+                            f"not all workers were replaced within {timeout:g} s"
+                        )
+                    self._wait(left)
+                self.check_open()
+                for lane in self._lanes:
+                    lane.engine.close()
+                self._open_lanes(engine, built)
+                self._restarts += 1
+            except BaseException:
+                engine.close()
+                raise
+            finally:
+                self._replacing -= 1
+                self._work.notify_all()
+
+    def statistics(self, weights_version: int) -> Statistics:
+        self.check_process()
+        with self._lock:
+            state = "gone" if self.finished else "building"
+            if self.opened and not self.finished:
+                state = "busy" if any(lane.jobs for lane in self._lanes) else "ready"
+            worker = WorkerStatistics(
+                index=0,
+                device=INLINE,
+                pid=self.pid,
+                state=state,
+                concurrent=max(1, len(self._lanes)),
+                restarts=self._restarts,
+                runs=self._runs,
+                completed=self._completed,
+                failed=self._failed,
+                busy_seconds=self._busy_seconds,
+                providers=self._providers,
+                last_error=self._last_error,
+            )
+            return Statistics(
+                **self.table.counts(),
+                queued_shards=len(self._queue),
+                batch_sizes=self._batch_sizes.snapshot(),
+                memory_bytes=0,
+                memory_used_bytes=0,
+                weights_version=weights_version,
+                health=self.health(),
+                workers=(worker,),
+            )
+
+
+def open_pool(
+    model: str,
+    engine: str,
+    options: EngineOptions,
+    plan: PoolPlan,
+    rules: PoolRules,
+    trace: "ref[TraceHook] | None",
+) -> InlinePool:
+    """The pool of a `mcinfer.Master` with such a plan."""
+    share = plan.processes[0].share
+    request = EngineRequest(model=model, device=Device("cpu", 0), options=options, share=share)
+    return InlinePool(request, engine, rules, plan.threads, trace)
+
+
+def _told(error: BaseException) -> McinferError:
+    """What a caller is told of a failed run."""
+    if isinstance(error, McinferError) and not isinstance(error, RunCancelledError):
+        return error.with_traceback(None)
+    return PredictError(str(error) or repr(error))
