@@ -482,9 +482,9 @@ class InlinePool(Doors):
             if lane is not None and all(one.entry.ending for one in lane.jobs if one is not job):
                 lane.stop_by = now + self._rules.timeouts.cancel_grace
                 lane.engine.cancel()
-        del self._jobs[entry.number]
+        self._jobs.pop(entry.number, None)  # Ctrl-C may have come before it was there
         self.table.close(entry, ending, now)
-        del self.table.entries[entry.number]
+        self.table.entries.pop(entry.number, None)
         job.arrays = ()
         job.settle(error, cancelled=ending == "cancelled")
         if self._trace is not None:

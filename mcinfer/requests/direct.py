@@ -38,6 +38,8 @@ __tracebackhide__ = is_refusal
 
 _MAX_PLANS = 256
 
+_NOT_ACCEPTED = Entry(-1, (), 0, 0.0, 0.0, 0.0, ending="cancelled")
+
 _shape = attrgetter("shape")
 
 
@@ -59,14 +61,12 @@ class Job(Outcome[Arrays]):
     """A call on its way.
 
     Attributes:
-        entry: Once it is accepted.
+        entry: That of the pool's table, once it is accepted.
         lane: Once it runs.
         here: Whether it runs in its caller's thread.
     """
 
     __slots__ = ("answers", "arrays", "call", "entry", "here", "join", "lane", "plan", "weights")
-
-    entry: Entry
 
     def __init__(
         self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: Plan
@@ -78,6 +78,7 @@ class Job(Outcome[Arrays]):
         self.plan = plan
         self.weights = call.weights
         self.join: tuple[Any, int] | None = None
+        self.entry: Entry = _NOT_ACCEPTED
         self.lane: Any = None
         self.here = False
 
