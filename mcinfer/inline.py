@@ -61,10 +61,9 @@ __tracebackhide__ = is_refusal
 
 _log = logging.getLogger("mcinfer.master")
 
-_QUICK = (
-    0.0001  # seconds of a run that an event loop waits for: to hand it to a thread takes as long
-)
-_FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
+_QUICK = 0.0001
+"""Seconds of a run that an event loop makes by itself: to hand it to a thread takes as long."""
+_STEP = 1.1  # factor, for each run, towards the median of their seconds: a late one says little
 _LATE_SECONDS = 5.0  # past its deadline that a caller waits for the keeper
 _LAST_SECONDS = 1.0  # for the ends of threads, and for callbacks, at the close
 _MAX_PLANS = 256
@@ -131,7 +130,7 @@ class InlinePool(Doors):
         self._queue = ShardQueue(rules.max_batch_size)
         self._jobs: dict[int, Job] = {}
         self._batch_sizes = Tally(ROW_BOUNDS)
-        self._usual = math.inf
+        self._usual = 0.0  # seconds of a run; 0 before the first
         self._restarts = self._runs = self._completed = self._failed = 0
         self._busy_seconds = 0.0
         self._last_error = ""
@@ -316,7 +315,9 @@ class InlinePool(Doors):
 
     def is_quick(self) -> bool:
         """Whether a run takes no longer than to hand it to another thread."""
-        return self._usual < _QUICK and not self._queue.items and self._next_lane() is not None
+        return (
+            0.0 < self._usual < _QUICK and not self._queue.items and self._next_lane() is not None
+        )
 
     def _next_lane(self) -> _Lane | None:
         for lane in self._lanes:
@@ -432,7 +433,8 @@ class InlinePool(Doors):
         with self._lock:
             jobs, lane.jobs = lane.jobs, ()
             if error is None:
-                self._usual = max(seconds, _FORGETTING * min(self._usual, 1.0))
+                usual = self._usual * (_STEP if seconds > self._usual else 1 / _STEP)
+                self._usual = usual or seconds
                 is_joined = len(jobs) > 1
                 runs = (sum(j.entry.rows[0] for j in jobs),) if is_joined else jobs[0].entry.rows
                 for rows in runs:
