@@ -185,6 +185,9 @@ def test_report_is_a_block_with_versions_and_without_names_and_paths(
     capsys: Capture,
 ) -> None:
     nvidia_smi(TWO_GPUS if cards else "echo zaphod has no driver >&2; exit 9")
+    for name in [*os.environ]:  # of fixtures that last longer than a test
+        if name.startswith("MCINFER_EMULATED"):
+            monkeypatch.delenv(name)
     for name, value in NAMES.items():
         monkeypatch.setenv(name, value)
     folder = tmp_path / "broken"  # its error has paths
