@@ -177,6 +177,8 @@ class Predictor:
             if all(device.kind in ("cpu", INLINE) for device in chosen):
                 devices = [str(device) for device in chosen]
                 options["options"] = self._on_own_cores(chosen, cpus, engine)
+        if devices in (INLINE, [INLINE]):
+            options.setdefault("inline_threads", 1)  # an actor is called once at a time
         return Master(model, devices, **options)
 
     def _on_own_cores(
