@@ -685,6 +685,10 @@ class Pools(RuleBasedStateMachine):
         if not (is_free or (self.has_place() and not alone)):
             return
         due = self.scheduler.next_time()
+        if (wait := self.scheduler.joining.due) < math.inf:
+            assert self.joins
+            assert self.scheduler.due <= due <= wait
+            return
         rows = Counter[str]()
         for asked in map(self.asked, self.scheduler.queue.items):
             assert asked.join is not None

@@ -1,7 +1,9 @@
 """Tests of mcinfer/scheduler/dispatch.py: which worker gets a run, how many, and which has the whole CPU."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Any
 
 import pytest
@@ -209,3 +211,62 @@ def test_nothing_is_put_behind_a_run_that_takes_longer_than_usual() -> None:
     assert [run.members for run in pool.workers[0].runs] == [((12, 0),)]
     assert pool.handle_died(2.0, 0, SIGKILL) == []
     assert pool.handle_message(2.0, 1, reply(13))[-1] == predict(1, (12, 0))
+
+
+def busy_pool(callers: int, until: float = 50.0, **options: Any) -> tuple[Pool, list[int]]:
+    """A pool of two workers after so many seconds, and how many requests its last runs had.
+
+    Each caller asks again a tenth of a second after an answer, or a bit later where a run answered several. A
+    run takes half a second, and half a second for each request.
+    """
+    pool = ready_pool(2, max_batch_size=8, **options)
+    asks, ends, sizes, now = [(0.0, i) for i in range(callers)], list[Any](), list[int](), 0.0
+    while now < until:
+        now = min(pool.due, *(events[0][0] for events in (asks, ends) if events))
+        orders: list[Order] = []
+        if now == pool.due:
+            orders = pool.handle_time(now)
+            assert now < pool.due
+        elif ends and ends[0][0] == now:
+            _, worker, members, seconds = heappop(ends)
+            orders = pool.handle_message(now, worker, reply(members[0][0], 0, seconds))
+            for i, (request, _) in enumerate(members):
+                heappush(asks, (now + 0.1 + 0.01 * i, request + callers))
+        else:
+            _, request = heappop(asks)
+            orders = pool.handle_request(now, request, (1,), math.inf, join=("k", 1))
+        for order in orders:
+            if isinstance(order, SendRun):
+                seconds = 0.5 + 0.5 * len(order.members)
+                sizes.append(len(order.members))
+                heappush(ends, (now + seconds, order.worker, order.members, seconds))
+    return pool, sizes[-20:]
+
+
+def test_workers_share_the_requests_of_callers_evenly_where_joining_pays() -> None:
+    pool, sizes = busy_pool(8, 900.0)
+    assert pool.joining.gain > 1.2
+    assert sizes == [4] * 20
+
+
+@pytest.mark.parametrize("callers", [1, 2])
+def test_requests_of_few_callers_wait_for_no_company(callers: int) -> None:
+    pool, sizes = busy_pool(callers)
+    assert sizes == [1] * 20
+    latency = pool.table.latency.snapshot()
+    assert latency.total == pytest.approx(latency.count)
+
+
+def test_request_whose_company_does_not_come_goes_after_a_tenth_of_a_run() -> None:
+    pool, _ = busy_pool(8, 900.0)
+    for now in (901.0, 902.0, 903.0):
+        for w in pool.workers:
+            for run in list(w.runs):
+                pool.handle_message(now, w.index, reply(run.members[0][0], 0, 2.5))
+    assert pool.handle_request(910.0, 100_000, (1,), 20.0, join=("k", 1)) == []
+    assert pool.due == pytest.approx(910.25, abs=0.02)
+    assert pool.handle_time(pool.due) == [predict(0, (100_000, 0))]
+    assert pool.handle_request(911.0, 100_001, (1,), 20.0, join=("k", 1)) == []
+    pool.handle_cancel(911.1, 100_001)
+    assert pool.handle_time(pool.due) == []
+    assert pool.due > 920.0

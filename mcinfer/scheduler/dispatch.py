@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from mcinfer.config import Limits
 from mcinfer.errors import McinferError, QueueFullError
 from mcinfer.protocol import MAX_RUNS, WorkerState
+from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardId, ShardQueue
 from mcinfer.scheduler.workers import MAX_DEATHS, PoolRules, Run, Stop, Worker
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
@@ -62,6 +63,7 @@ class Entry:
         size: Bytes of its tensors.
         timeout: Seconds from `called` to `deadline`.
         may_be_wide: Whether its one shard may have the whole CPU if it is alone.
+        may_join: Whether its one shard may go in one run with others.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
@@ -79,6 +81,7 @@ class Entry:
     queued: float
     timeout: float
     may_be_wide: bool = False
+    may_join: bool = False
     deadline: float = field(init=False)
     attempts: list[int] = field(init=False)
     unanswered: int = field(init=False)
@@ -236,6 +239,7 @@ class Dispatch:
 
     Attributes:
         queue: The shards that wait.
+        joining: Whether requests are joined, and wait for company.
         batch_sizes: Rows of each answered run.
         max_delay: Seconds that a request may wait for others to be joined with.
     """
@@ -253,14 +257,16 @@ class Dispatch:
         self._workers = workers
         self._table = table
         self._sink = sink
-        self._joins = rules.max_batch_size > 1
+        self.joining = Joining(rules.max_batch_size, waits=not rules.max_delay)
 
     def enter(
         self, entry: Entry, now: float, priority: int, join: tuple[Hashable, int] | None
     ) -> None:
         """Give the shards of a new request to workers, or have them wait; see `Scheduler.handle_request`."""
         queue, request, given = self.queue, entry.number, []
-        waits = self._joins or bool(queue.items)
+        entry.may_join = join is not None
+        gathers = self._gathers
+        waits = gathers or bool(queue.items)
         for shard in range(len(entry.rows)):
             w = None if waits else self._next_worker(now)
             if w is not None:
@@ -268,7 +274,7 @@ class Dispatch:
                 continue
             waits = True  # nor is there one for the next shard
             # Waiting for company takes no more than half of the time that there is.
-            due = entry.called + min(self.max_delay, entry.timeout / 2)
+            due = entry.called + min(self.max_delay, entry.timeout / 2) if gathers else now
             queue.add((request, shard), priority, *(join or (None, 0)), due)
         for w, run in given:
             self._sink.send_run(w.index, run)
@@ -277,18 +283,35 @@ class Dispatch:
 
     def go_on(self, now: float) -> None:
         """Give queued shards to workers, as far as these have room."""
-        queue, given = self.queue, []
+        queue, joining, given = self.queue, self.joining, []
         queue.end_holding(now)
-        while queue.items:
-            w = self._next_worker(now)
-            if w is None:
-                break
-            members = queue.take(beside=bool(w.runs))
+
+        def most(waiting: int, full: bool) -> int:
+            return joining.take(waiting, self._table.in_flight, now, full=full)
+
+        while queue.items and (w := self._next_worker(now)) is not None:
+            members = queue.take(beside=bool(w.runs), most=most)
             if not members:
                 break
             given.append((w, self._give(w, members, now)))
+        if joining.due <= now:
+            joining.due = math.inf  # what waited for company is gone, or its worker
         for w, run in given:
             self._sink.send_run(w.index, run)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether requests wait for others, so that workers get no runs ahead."""
+        return self.joining.joins and (self.joining.share > 1 or self.max_delay > 0)
+
+    @property
+    def due(self) -> float:
+        """When `go_on` is due, though nothing has come; infinite if there is no such time."""
+        return min(self.queue.next_due(), self.joining.due)
+
+    def note_workers(self) -> None:
+        """Workers may have come or gone."""
+        self.joining.at_once = max(1, sum(w.depth for w in self._workers if w.serves))
 
     def runs_for(self, entry: Entry) -> list[tuple[Worker, Run]]:
         """The runs with shards of a request, and whose they are."""
@@ -321,7 +344,7 @@ class Dispatch:
                 continue
             # None waits behind one that takes longer than usual, or that may be joined.
             if runs < w.depth or not (
-                self._joins or now - w.began > w.usual_seconds + AHEAD_SECONDS
+                self._gathers or now - w.began > w.usual_seconds + AHEAD_SECONDS
             ):
                 best, least, began = w, runs, w.began
         return best
@@ -364,12 +387,16 @@ class Dispatch:
 
     # Learning.
 
-    def learn_run(self, w: Worker, run: Run, seconds: float) -> None:
+    def learn_run(self, w: Worker, run: Run, seconds: float, now: float) -> None:
         """Learn from an answered run how long the worker's take, and so how many it may hold."""
-        rows = 0
+        rows, may_join = 0, not run.wide
         for request, shard in run.members:
-            rows += self._table.entries[request].rows[shard]
+            entry = self._table.entries[request]
+            rows += entry.rows[shard]
+            may_join &= entry.may_join
         self.batch_sizes.add(rows)
+        if may_join:
+            self.joining.learn(rows, len(run.members), seconds, self._table.in_flight, now)
         usual = 0.0 if w.usual_seconds == math.inf else w.usual_seconds
         # Of a wide run it is known only that a core alone takes longer.
         usual = max(2 * seconds if run.wide else seconds, _FORGETTING * usual)

@@ -1,24 +1,30 @@
 """Whether requests that wait go together in one run, and whether a run waits for more of them. Pure.
 
-* *Whether*: from time to time some runs have one request and some have several, in turns, under the same
-  load. Where a row in company does not cost `WORTH` of one alone at most, requests go apart until the next
-  comparison. The longer the answer stays the same, the fewer comparisons there are.
+* *Whether*: from time to time requests go apart for some runs and together for some, in turns. Where the
+  latter do not answer `WORTH` times the rows a second, requests go apart until the next comparison. Seconds
+  of runs would not say it: a worker may have nothing to do while the callers of its run ask again.
 * *How many*: an even share of the requests in flight, so that no run has all of them while others have none.
 * *When*: requests that one run answered come back together, where callers wait for their answers. So a run
-  that could begin waits for its share as long as `PATIENCE` of a usual run. Where there are fewer requests
-  than would fill two for each run, as with a single caller, none waits.
+  that could begin waits for its share, `PATIENCE` of a usual run at most.
+
+Where there are not two requests for each run, as with a single caller, nothing waits. Where runs have company
+seldom, nothing is compared: those go together that have to wait anyway.
 """
 
 import math
-from collections import deque
 from statistics import median
 
-WORTH = 0.95
-"""What a row in company may cost of one alone, at most."""
-SAMPLES = 5
-"""Runs of each kind in a comparison."""
-REST = 512, 8192
-"""Answers between two comparisons: at first, and at the most. Each that changes nothing doubles them."""
+WORTH = 1.05
+"""How many times the rows a second joining must answer."""
+TURNS = 3, 5
+"""Turns of each kind in a comparison: where all of one kind are better, and at the most."""
+RUNS = 6
+"""Runs of a turn, for each that can go at once, at least."""
+TURN = 0.05
+"""Seconds of a turn, at least."""
+REST = 8, 256
+"""How many times as long as a comparison until the next: at first, and at the most. One that changes nothing
+doubles it. It is also due once twice as many requests are in flight."""
 PATIENCE = 0.1
 """What part of a usual run a run may wait for company."""
 
@@ -33,75 +39,105 @@ class Joining:
     Args:
         max_requests: Most requests of one run; with 1, none go together.
         at_once: How many runs can go at once: on workers, or in threads.
+        waits: Whether a run waits for company, and leaves a share to others; else it takes all that wait.
 
     Attributes:
         joins: Whether requests that wait may go together now.
-        gain: What a row alone cost over what it cost in company, by the last comparison; NaN before.
+        gain: How many times the rows a second of requests apart joining answered in the last comparison; NaN
+            before.
         share: How many requests a run waits for; 1 if it does not wait.
         due: While a run waits for company, when it begins without more; else infinite.
     """
 
-    def __init__(self, max_requests: int, at_once: int = 1) -> None:
+    def __init__(self, max_requests: int, at_once: int = 1, *, waits: bool = True) -> None:
         self.joins = max_requests > 1
         self.gain = math.nan
         self.share = 1
         self.due = math.inf
         self.at_once = at_once
         self._max_requests = max_requests
+        self._waits = waits
         self._usual_seconds = 0.0
-        self._usual_in_flight = 1.0
-        # Seconds for a row, in runs of one request and in runs of several; empty between comparisons.
-        self._alone: deque[float] = deque(maxlen=SAMPLES)
-        self._joined: deque[float] = deque(maxlen=SAMPLES)
-        self._rest, self._next_rest = 0, REST[0]
+        self._usual_in_flight = self._then_in_flight = 1.0
+        self._company = 0.0  # what part of runs has several requests, while they join
+        self._next, self._rest = -math.inf, REST[0]  # when the next comparison may begin
+        # Of a comparison: rows a second of each turn apart, and of each turn together; their seconds in all.
+        self._rates: tuple[list[float], list[float]] = ([], [])
+        self._seconds = 0.0
+        # Of a turn: when runs of the one before have ended; its begin, runs, rows, longest run and last end.
+        self._settled, self._begin = 0.0, math.nan
+        self._runs, self._rows, self._longest, self._end = 0, 0, 0.0, 0.0
 
-    def learn(self, rows: int, requests: int, seconds: float, in_flight: int) -> None:
-        """Learn from a run that succeeded.
+    def learn(self, rows: int, requests: int, seconds: float, in_flight: int, now: float) -> None:
+        """Learn from a run that has succeeded.
 
         Args:
             rows: Rows of all its requests.
             requests: How many requests it answered.
             seconds: How long it took.
             in_flight: How many requests were running or waiting as it ended, its own among them.
+            now: When it ended.
         """
         if self._max_requests == 1:
             return
         self._usual_seconds += _NEW * (seconds - self._usual_seconds)
         self._usual_in_flight += _NEW * (in_flight - self._usual_in_flight)
-        if self._rest > 0:
-            self._rest -= requests
-            self.joins |= self._rest <= 0
-        elif in_flight > 1:  # else it had the machine for itself, as no run of several has
-            (self._alone if requests == 1 else self._joined).append(seconds / max(rows, 1))
-            if len(self._alone) == len(self._joined) == SAMPLES:
-                self._decide()
         # A mean comes close to what is always so, and does not reach it.
-        share = int(self._usual_in_flight / self.at_once + 0.1) if self.joins else 1
-        self.share = max(1, min(share, self._max_requests))
+        share = int(self._usual_in_flight / self.at_once + 0.1)
+        if self.joins:
+            self._company += _NEW * ((requests > 1) - self._company)
+        if self._usual_in_flight > 2 * self._then_in_flight:
+            self._next, self._then_in_flight = min(now, self._next), self._usual_in_flight
+        if now >= self._next:
+            self.joins |= not self._seconds  # a comparison begins with company
+            self._compare(rows, requests, seconds, now)
+        self.share = max(1, min(share, self._max_requests)) if self.joins and self._waits else 1
 
-    def _decide(self) -> None:
-        alone, joined, paid = median(self._alone), median(self._joined), self.gain >= 1 / WORTH
-        self.gain = alone / joined if joined else math.inf
-        self.joins = self.gain >= 1 / WORTH
-        self._rest = min(2 * self._next_rest, REST[1]) if self.joins == paid else REST[0]
-        self._next_rest = self._rest
-        self._alone.clear()
-        self._joined.clear()
+    def _compare(self, rows: int, requests: int, seconds: float, now: float) -> None:
+        self._longest, lull, self._end = max(self._longest, seconds), now - self._end, now
+        if math.isnan(self._begin) or lull > 2 * self._longest + TURN:
+            is_usual = self.share > 1 or self._company >= 0.5 if self.joins else requests == 1
+            self._begin = now if is_usual and now >= self._settled else math.nan
+            self._runs = self._rows = 0
+            return
+        self._rows += rows
+        self._runs += 1
+        elapsed = now - self._begin
+        if self._runs < RUNS * self.at_once or elapsed < TURN:
+            return
+        self._rates[self.joins].append(self._rows / elapsed)
+        self._seconds += elapsed
+        self.joins, self._settled, self._begin = not self.joins, now + self._longest, math.nan
+        self._longest = 0.0
+        apart, joined = self._rates
+        turns = min(len(apart), len(joined))
+        if turns == TURNS[1] or (
+            turns == TURNS[0] and (min(apart) > max(joined) or min(joined) > max(apart))
+        ):
+            self._decide(now)
 
-    def take(self, waiting: int, in_flight: int, now: float) -> int:
+    def _decide(self, now: float) -> None:
+        apart, joined = map(median, self._rates)
+        paid, self.gain = self.gain >= WORTH, joined / apart
+        self.joins = self.gain >= WORTH
+        self._rest = min(2 * self._rest, REST[1]) if self.joins == paid else REST[0]
+        self._next, self._then_in_flight = now + self._rest * self._seconds, self._usual_in_flight
+        self._rates, self._seconds = ([], []), 0.0
+
+    def take(self, waiting: int, in_flight: int, now: float, *, full: bool = False) -> int:
         """How many of so many waiting requests the next run takes; 0: it waits for more, at most until `due`.
 
-        Call it when a run could begin: again when another request has come, and at `due`.
+        Call it when a run could begin: again when another request has come, and at `due`. `full`: they have
+        all the rows that a run may have.
         """
         if not self.joins or waiting < 1:
             self.due = math.inf
             return min(waiting, 1)
-        if waiting < self.share:
+        if waiting < self.share and not full:
             if self.due == math.inf:
                 self.due = now + PATIENCE * self._usual_seconds
             if now < self.due:
                 return 0
         self.due = math.inf
-        if self._rest <= 0 and len(self._alone) < min(SAMPLES, 1 + len(self._joined)):
-            return 1
-        return min(waiting, self._max_requests, max(self.share, -(-in_flight // self.at_once)))
+        even = max(self.share, in_flight // self.at_once) if self._waits else waiting
+        return min(waiting, self._max_requests, even)

@@ -6,13 +6,14 @@ come, first served. To keep any priority from starving, the oldest shard that is
 
 Joining: shards that are *joinable* carry a key; those with the same key may go as one run, up to a limit of
 rows. A group of them is *ripe* once it has all the rows that a run may have or one of its members is due; a
-ripe group goes when its turn comes. Until then it is *held*, and does not block others.
+ripe group goes when its turn comes, or as much of it as `Joining` says. Until then it is *held*, and does not
+block others.
 """
 
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 PATIENCE = 7  # how many runs in a row may go before the oldest
@@ -113,10 +114,14 @@ class ShardQueue:
             group.overdue += 1
             self._hold_or_free(group)
 
-    def take(self, *, beside: bool = False) -> tuple[ShardId, ...]:
+    def take(
+        self, *, beside: bool = False, most: Callable[[int, bool], int] | None = None
+    ) -> tuple[ShardId, ...]:
         """Take the shards of the next run; none while all that wait are held.
 
-        `beside`: the worker has others.
+        `beside`: the worker has others. `most`: how many of so many that may go together are to do so, or 0
+        if the run waits for more; it is also given whether these have all the rows that a run may have. None
+        is all.
         """
         if not self._free:
             return ()
@@ -125,7 +130,13 @@ class ShardQueue:
             item = oldest
         if beside and item.alone:
             return ()
-        members = self._members(item)
+        limit = len(self.items)
+        if most is not None and item.key is not None:
+            group = self._groups[item.key]
+            limit = most(len(group.items), group.rows >= self._max_rows)
+        if not limit:
+            return ()
+        members = self._members(item, limit)
         for member in members:
             self._remove(member)
         is_passed_over = oldest is not None and oldest not in members
@@ -158,15 +169,15 @@ class ShardQueue:
                 return item
         return None
 
-    def _members(self, item: _Item) -> list[_Item]:
-        """This shard, and those that go with it, the oldest first."""
+    def _members(self, item: _Item, most: int) -> list[_Item]:
+        """This shard, and those that go with it, the oldest first; so many in all at most."""
         members, rows = [item], item.rows
         others = () if item.key is None else self._groups[item.key].items.values()
         for other in others:
             if other is item:
                 continue
             rows += other.rows
-            if rows > self._max_rows:
+            if rows > self._max_rows or len(members) >= most:
                 break
             members.append(other)
         return members

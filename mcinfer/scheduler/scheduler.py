@@ -96,6 +96,7 @@ class Scheduler:
         self._dispatch = Dispatch(self.workers, self.table, requests, rules)
         self.queue = self._dispatch.queue
         self.batch_sizes = self._dispatch.batch_sizes
+        self.joining = self._dispatch.joining
 
     # What the shell and the statistics may ask.
 
@@ -115,7 +116,7 @@ class Scheduler:
 
     def next_time(self) -> float:
         """When `handle_time` is due next; infinite if nothing waits for a time."""
-        requests = min(self.table.next_deadline(), self.queue.next_due())
+        requests = min(self.table.next_deadline(), self._dispatch.due)
         workers = (time for w in self.workers for time in (w.kill_at, w.restart_at))
         return min(requests, self._phase_end, *workers)
 
@@ -181,7 +182,7 @@ class Scheduler:
             return
         self._dispatch.enter(entry, now, priority, join)
         if self.queue.items:
-            self.due = min(self.due, self.queue.next_due())
+            self.due = min(self.due, self._dispatch.due)
 
     def check_room(self, size: int) -> None:
         """Raise `QueueFullError` unless a request with so many bytes of tensors can be accepted now."""
@@ -306,7 +307,7 @@ class Scheduler:
                     w.counts.wide += 1
             # The worker's word, as far as it can be.
             seconds = min(seconds, now - run.sent)
-            self._dispatch.learn_run(w, run, seconds)
+            self._dispatch.learn_run(w, run, seconds, now)
             w.counts.runs += 1
             w.counts.completed += len(members)
             w.counts.busy_seconds += seconds
@@ -329,6 +330,7 @@ class Scheduler:
             self._go_on(now)
         elif self.queue.items:
             self._dispatch.go_on(now)
+            self.due = min(self.due, self._dispatch.due)
 
     def handle_died(self, now: float, worker: int, how: str) -> None:
         """The worker's process ended, or could not be started; `how`, in words."""
@@ -395,6 +397,7 @@ class Scheduler:
     def _go_on(self, now: float) -> None:
         """Do what any event may make possible: replace a worker, give out shards, report, end."""
         self.lifecycle.advance(now)
+        self._dispatch.note_workers()
         self._dispatch.go_on(now)
         self.lifecycle.announce(now)
         if self._phase == "draining" and not self.table.in_flight:

@@ -28,6 +28,9 @@ from tests.process.waiting import busy_pid, pids, wait_for_states, wait_until
 BUSY = -1.0
 """The first number of the request that keeps a worker busy until it is cancelled."""
 
+BRIEF = 1e-6
+"""A `max_delay` with which the next run takes all that wait, and no request waits while a worker is free."""
+
 
 def acts(bad: str = "fail") -> dict[str, str]:
     return {"-1": "sleep:600", "-2": bad}
@@ -46,7 +49,7 @@ def kept_busy(master: Master) -> Iterator[None]:
 def batching(shared_master: SharedMaster) -> Master:
     """One worker, up to 8 rows in a run."""
     when = {"-1": "sleep:600", "-2": "sleep:0.3"}
-    return shared_master(1, acts={"when": when}, max_batch_size=8)
+    return shared_master(1, acts={"when": when}, max_batch_size=8, max_delay=BRIEF)
 
 
 def submit_together(master: Master, *requests: Inputs, **options: Any) -> list[Future[Arrays]]:
@@ -98,7 +101,7 @@ def test_run_that_no_message_could_carry_is_joined_of_fewer_requests(
     def given(value: float) -> Inputs:
         return dict.fromkeys(names, np.full((1, 1), value, np.float32))
 
-    with fake_master(model, 1, max_batch_size=4096) as master:
+    with fake_master(model, 1, max_batch_size=4096, max_delay=BRIEF) as master:
         busy = master.submit(given(BUSY))
         busy_pid(master)
         futures = [master.submit(given(value)) for value in range(requests)]
