@@ -168,6 +168,9 @@ class Statistics:
         health: As from `Master.health`.
         workers: One entry per worker, by index.
         cards: One entry per card that requests or `Master.allocate` had tensors on.
+        join_gain: How many times the rows a second were answered where requests were joined, in the last
+            comparison with requests that went apart; where it is below 1.05, they go apart. NaN before, and
+            without `max_batch_size`.
     """
 
     accepted: int
@@ -186,12 +189,16 @@ class Statistics:
     health: Health
     workers: tuple[WorkerStatistics, ...]
     cards: tuple[CardStatistics, ...] = ()
+    join_gain: float = math.nan
 
     def __repr__(self) -> str:
         half, most = (self.latency.quantile(part) * 1e3 for part in (0.5, 0.99))
         within = f"; half within {half:g} ms, 99 % within {most:g} ms" if self.latency.count else ""
         outcomes = f"{self.succeeded} succeeded, {self.failed} failed, {self.cancelled} cancelled"
         waiting = f"{self.in_flight} in flight, {self.queued} of them queued"
+        sizes, gain = self.batch_sizes, self.join_gain
+        runs = f"{sizes.count} runs of {sizes.total / (sizes.count or 1):.3g} rows"
+        runs += "" if math.isnan(gain) else f"; joining: {gain:.2f} times the rows/s"
         used, reserved = self.memory_used_bytes / 1e6, self.memory_bytes / 1e6
         head = ("worker", "device", "pid", "state", "restarts", "runs", "failed", "busy s")
         rows = [head] + [
@@ -213,6 +220,7 @@ class Statistics:
             (
                 str(self.health),
                 f"{self.accepted} requests: {outcomes}, {waiting}{within}",
+                runs,
                 f"{used:.1f} MB of shared memory in use, {reserved:.1f} MB reserved",
                 *lines,
             )

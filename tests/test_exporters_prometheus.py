@@ -73,6 +73,7 @@ SNAPSHOT = Statistics(
     memory_bytes=19,
     memory_used_bytes=18,
     weights_version=20,
+    join_gain=1.5,
     health=Health(state="degraded", reasons=("one is gone",), serving=21, workers=22),
     workers=(worker(0, "busy"), worker(1, "gone")),
     cards=(

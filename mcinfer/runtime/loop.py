@@ -368,6 +368,7 @@ class Loop:
             health=self.supervision.take_health(),
             workers=self.supervision.take_statistics(),
             cards=tuple(place.statistics() for place in self.inbox.places.values()),
+            join_gain=self._scheduler.joining.gain,
         )
 
     # What comes.

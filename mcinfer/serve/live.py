@@ -51,6 +51,7 @@ def _figures(now: Statistics, before: Statistics, seconds: float) -> dict[str, A
         "queued": now.queued,
         "in_flight": now.in_flight,
         "rows": rows.total / rows.count if rows.count else None,
+        "join_gain": now.join_gain if isfinite(now.join_gain) else None,
         "answered": now.succeeded,
         "failed": now.failed,
         "workers": [
