@@ -57,6 +57,10 @@ from mcinfer.specs import ModelSpec, specs_of
 from mcinfer.statistics import Statistics, TraceHook
 
 _MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
+_ROUNDED = (
+    0.002  # seconds: epoll's time is in milliseconds, rounded up, which is long beside a short run
+)
+_FD_SETSIZE = 1024  # select(2) takes no descriptor from here on
 _LONGEST_WAIT = 86400.0  # seconds of one wait: epoll takes no more than 24 days
 _LAST_SECONDS = 1.0  # for workers' ends after a fault, and for callbacks at the close
 
@@ -295,6 +299,9 @@ class Loop:
             return
         due = min(scheduler.due, self.supervision.look_due, admission.due, places.due)
         wait = due - monotonic()
+        if 0 < wait < _ROUNDED and self._poll.fileno() < _FD_SETSIZE:
+            select.select((self._poll,), (), (), wait)
+            wait = 0.0
         ready = self._poll.poll(min(wait, _LONGEST_WAIT) if wait > 0 else 0)
         self.inbox.asleep = False
         bell, ended = self.inbox.bell.fd, []
