@@ -50,11 +50,13 @@ class Plan:
     Attributes:
         size: Bytes of the inputs, and of outputs of known shapes.
         apart: Why they are not joined with others; empty if they may be.
+        alike: What those of them that may be joined have in common.
     """
 
     cut: Cut
     size: int
     apart: str
+    alike: tuple[object, ...]
 
 
 class Job(Outcome[Arrays]):
@@ -190,14 +192,14 @@ class InlineAnswers(InputReader):
         size = sum(prod(shape) * spec.dtype.itemsize for spec, shape in sizes)
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        plan = self._plans[key] = Plan(cut, size, apart)
+        plan = self._plans[key] = Plan(cut, size, apart, self._alike(shapes, cut))
         return plan
 
     def _join(self, job: Job) -> tuple[Any, int] | None:
         if job.plan.apart:
             self._note_apart(job.plan.apart)
             return None
-        key = self._join_key(job.arrays, job.plan.cut, job.weights.number)
+        key = self._join_key(job.arrays, job.plan.cut, job.plan.alike, job.weights.number)
         return None if key is None else (key, job.plan.cut.rows[0])
 
     # Runs.

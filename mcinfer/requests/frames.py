@@ -132,6 +132,7 @@ class Plan:
         size: Bytes of all tensors.
         cost: Estimated bytes of this process's memory for it and its idle frames.
         apart: Why its requests cannot join one run with others; empty if they can.
+        alike: What requests that may join one run have in common of their shapes: all sizes but the batch's.
         counts: For how many rows one of them counts in a joined run: more than it has, where it takes more of
             the run's message.
         lays_all: Whether all outputs lie in their frame.
@@ -149,6 +150,7 @@ class Plan:
     size: int
     cost: int
     apart: str
+    alike: tuple[object, ...]
     counts: int
     lays_all: bool
     simple_outputs: Views | None

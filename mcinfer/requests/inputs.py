@@ -180,8 +180,17 @@ class InputReader:
     def _why_apart(self, cut: sharding.Cut, *, is_checked: bool) -> str:
         return self._ragged or sharding.why_apart(self._model, cut, checked=is_checked)
 
+    @staticmethod
+    def _alike(shapes: Sequence[sharding.Shape], cut: sharding.Cut) -> tuple[object, ...]:
+        """What requests that one run can answer together have in common of their shapes."""
+        return tuple(
+            (axis, shape if axis is None else sharding.resized(shape, axis, -1))
+            for shape, axis in zip(shapes, cut.input_axes, strict=True)
+        )
+
+    @staticmethod
     def _join_key(
-        self, arrays: Sequence[NDArray[Any]], cut: sharding.Cut, weights: int
+        arrays: Sequence[NDArray[Any]], cut: sharding.Cut, alike: Hashable, weights: int
     ) -> Hashable | None:
         """The key of requests that one run can answer together; None for one that runs alone.
 
@@ -191,9 +200,5 @@ class InputReader:
         common = [a for a, part in zip(arrays, cut.inputs, strict=True) if part.axis is None]
         if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
             return None
-        sizes = tuple(
-            a.shape if axis is None else sharding.resized(a.shape, axis, -1)
-            for a, axis in zip(arrays, cut.input_axes, strict=True)
-        )
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
-        return sizes, cut.input_axes, values, weights
+        return alike, values, weights

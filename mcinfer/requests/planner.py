@@ -426,11 +426,13 @@ class Planner(InputReader):
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
         views = tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
+        alike: tuple[object, ...] = ()
         apart, counts = "", self._max_rows
         if self._max_rows > 1:
             apart = self._why_apart(cut, is_checked=split is not None and split.checked)
             if shards == 1:
                 counts = max(cut.rows[0], math.ceil(self._part(cut) * self._max_rows))
+                alike = self._alike(shapes, cut)
         plan = Plan(
             model=self._model,
             opened=self._opened,
@@ -441,6 +443,7 @@ class Planner(InputReader):
             size=sum(layout.size for layout in (*laid, *outputs) if layout is not None),
             cost=_REFERENCE_BYTES * frames * max(len(inputs), len(outputs)) * max(1, shards),
             apart=apart,
+            alike=alike,
             counts=counts,
             lays_all=None not in outputs,
             simple_outputs=views if writes.is_simple else None,
@@ -515,7 +518,7 @@ class Planner(InputReader):
             return None
         if plan.counts >= self._max_rows:
             return None
-        key = self._join_key(arrays, plan.cut, weights.number)
+        key = self._join_key(arrays, plan.cut, plan.alike, weights.number)
         return None if key is None else (key, plan.counts)
 
     def _side(
