@@ -32,7 +32,7 @@ def simulate(
     """
     now, free, waiting, number, sizes = start, joining.at_once, 0, callers, list[int]()
     asks, ends = [(start, i) for i in range(callers)], list[tuple[float, int, int]]()
-    answered, longest = 0, 0.0
+    answered, longest = 0, max(map(cost, range(1, callers + 1)))
     while answered < until:
         now = max(now, min(joining.due, *(events[0][0] for events in (asks, ends) if events)))
         while asks and asks[0][0] <= now:
@@ -52,7 +52,6 @@ def simulate(
                 break
             waiting, free, number = waiting - taken, free - 1, number + 1
             sizes.append(taken)
-            longest = max(longest, cost(taken))
             heappush(ends, (now + cost(taken), number, taken))
     return now, sizes
 
@@ -131,3 +130,19 @@ def test_callers_that_go_away_are_waited_for_no_longer_than_a_part_of_a_run() ->
     assert joining.take(1, 1, 0.5 * joining.due) == 0
     assert joining.take(1, 1, joining.due) == 1
     assert joining.due == math.inf
+
+
+def test_comparison_is_not_led_astray_by_a_lull() -> None:
+    joining, now = Joining(16), 0.0
+    for answers in range(20, 80):  # more and more of a turn
+        now, _ = simulate(joining, linear(0.5), 8, until=answers, start=now + 1e6)
+        assert math.isnan(joining.gain) or joining.gain == pytest.approx(8 / 4.5, rel=0.1)
+    assert joining.gain > 1
+
+
+def test_more_callers_lead_to_a_comparison_at_once() -> None:
+    joining = Joining(16)
+    now, _ = simulate(joining, lambda requests: requests if requests < 16 else 8, 8, until=90_000)
+    assert not joining.joins
+    simulate(joining, lambda requests: requests if requests < 16 else 8, 32, start=now)
+    assert joining.joins
