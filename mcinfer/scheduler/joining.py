@@ -16,15 +16,16 @@ from statistics import median
 
 WORTH = 1.05
 """How many times the rows a second joining must answer."""
-TURNS = 3, 5
-"""Turns of each kind in a comparison: where all of one kind are better, and at the most."""
+CLEAR = {1: 1.5, 3: 1.0, 5: 0.0}
+"""After so many turns of each kind a comparison ends, where each turn of one kind is so many times as good as
+each of the other."""
 RUNS = 6
 """Runs of a turn, for each that can go at once, at least."""
 TURN = 0.05
 """Seconds of a turn, at least."""
 REST = 8, 256
-"""How many times as long as a comparison until the next: at first, and at the most. One that changes nothing
-doubles it. It is also due once twice as many requests are in flight."""
+"""How many times as long as a comparison, without lulls, until the next: at first, and at the most. One that
+changes nothing doubles it. The next is also due once twice as many requests are in flight."""
 PATIENCE = 0.1
 """What part of a usual run a run may wait for company."""
 
@@ -60,13 +61,14 @@ class Joining:
         self._usual_seconds = 0.0
         self._usual_in_flight = self._then_in_flight = 1.0
         self._company = 0.0  # what part of runs has several requests, while they join
-        self._next, self._rest = -math.inf, REST[0]  # when the next comparison may begin
+        self._left, self._rest = 0.0, REST[0]  # seconds until the next comparison may begin
         # Of a comparison: rows a second of each turn apart, and of each turn together; their seconds in all.
         self._rates: tuple[list[float], list[float]] = ([], [])
         self._seconds = 0.0
-        # Of a turn: when runs of the one before have ended; its begin, runs, rows, longest run and last end.
+        # Of a turn: when runs of the one before have ended; its begin, runs, rows and longest run.
         self._settled, self._begin = 0.0, math.nan
-        self._runs, self._rows, self._longest, self._end = 0, 0, 0.0, 0.0
+        self._runs, self._rows, self._longest = 0, 0, 0.0
+        self._end = -math.inf  # of the latest run
 
     def learn(self, rows: int, requests: int, seconds: float, in_flight: int, now: float) -> None:
         """Learn from a run that has succeeded.
@@ -87,15 +89,19 @@ class Joining:
         if self.joins:
             self._company += _NEW * ((requests > 1) - self._company)
         if self._usual_in_flight > 2 * self._then_in_flight:
-            self._next, self._then_in_flight = min(now, self._next), self._usual_in_flight
-        if now >= self._next:
+            self._left, self._then_in_flight = 0.0, self._usual_in_flight
+        is_lull = now - self._end > TURN + 4 * max(self._usual_seconds, seconds)
+        if self._left <= 0:
             self.joins |= not self._seconds  # a comparison begins with company
-            self._compare(rows, requests, seconds, now)
+            self._compare(rows, requests, seconds, now, is_lull)
+        elif not is_lull:
+            self._left -= now - self._end
+        self._end = now
         self.share = max(1, min(share, self._max_requests)) if self.joins and self._waits else 1
 
-    def _compare(self, rows: int, requests: int, seconds: float, now: float) -> None:
-        self._longest, lull, self._end = max(self._longest, seconds), now - self._end, now
-        if math.isnan(self._begin) or lull > 2 * self._longest + TURN:
+    def _compare(self, rows: int, requests: int, seconds: float, now: float, is_lull: bool) -> None:
+        self._longest = max(self._longest, seconds)
+        if math.isnan(self._begin) or is_lull:
             is_usual = self.share > 1 or self._company >= 0.5 if self.joins else requests == 1
             self._begin = now if is_usual and now >= self._settled else math.nan
             self._runs = self._rows = 0
@@ -110,18 +116,16 @@ class Joining:
         self.joins, self._settled, self._begin = not self.joins, now + self._longest, math.nan
         self._longest = 0.0
         apart, joined = self._rates
-        turns = min(len(apart), len(joined))
-        if turns == TURNS[1] or (
-            turns == TURNS[0] and (min(apart) > max(joined) or min(joined) > max(apart))
-        ):
-            self._decide(now)
+        clear = CLEAR.get(len(apart), math.inf) if len(apart) == len(joined) else math.inf
+        if clear < math.inf and max(min(apart) / max(joined), min(joined) / max(apart)) >= clear:
+            self._decide()
 
-    def _decide(self, now: float) -> None:
+    def _decide(self) -> None:
         apart, joined = map(median, self._rates)
         paid, self.gain = self.gain >= WORTH, joined / apart
         self.joins = self.gain >= WORTH
         self._rest = min(2 * self._rest, REST[1]) if self.joins == paid else REST[0]
-        self._next, self._then_in_flight = now + self._rest * self._seconds, self._usual_in_flight
+        self._left, self._then_in_flight = self._rest * self._seconds, self._usual_in_flight
         self._rates, self._seconds = ([], []), 0.0
 
     def take(self, waiting: int, in_flight: int, now: float, *, full: bool = False) -> int:
