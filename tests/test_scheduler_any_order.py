@@ -306,7 +306,9 @@ class Pools(RuleBasedStateMachine):
         if ahead:
             assert len(ahead) < min(MAX_RUNS, self.scheduler.workers[worker].capacity)
             if len(ahead) >= self.depth:
-                assert not self.joins
+                joining = self.scheduler.joining
+                delays = self.max_delay > 0 and not (self.is_draining or self.is_closing)
+                assert not (joining.joins and (joining.share > 1 or delays))
                 usual = self.scheduler.workers[worker].usual_seconds
                 assert self.now - self.began[worker] <= usual + AHEAD_SECONDS
             assert not any(map(self.deaths.get, members)), (

@@ -3,11 +3,12 @@
 * *Whether*: from time to time requests go apart for some runs and together for some, in turns. Where the
   latter do not answer `WORTH` times the rows a second, requests go apart until the next comparison. Seconds
   of runs would not say it: a worker may have nothing to do while the callers of its run ask again.
-* *How many*: an even share of the requests in flight, so that no run has all of them while others have none.
+* *How many*: an even share of the requests in flight for each run, and one that gathers meanwhile, so that no
+  run has all of them while others have none, and the next one can begin at once.
 * *When*: requests that one run answered come back together, where callers wait for their answers. So a run
   that could begin waits for its share, `PATIENCE` of a usual run at most.
 
-Where there are not two requests for each run, as with a single caller, nothing waits. Where runs have company
+Where that is not two requests each, as with a single caller, nothing waits. Where runs have company
 seldom, nothing is compared: those go together that have to wait anyway.
 """
 
@@ -16,9 +17,10 @@ from statistics import median
 
 WORTH = 1.05
 """How many times the rows a second joining must answer."""
-CLEAR = {1: 1.5, 3: 1.0, 5: 0.0}
-"""After so many turns of each kind a comparison ends, where each turn of one kind is so many times as good as
-each of the other."""
+TURNS = 3, 5
+"""Turns of each kind in a comparison: where all of one kind are better, and at the most."""
+CLEAR = 1.5
+"""How many times the rows a second joining must answer to need no second turn."""
 RUNS = 6
 """Runs of a turn, for each that can go at once, at least."""
 TURN = 0.05
@@ -85,7 +87,7 @@ class Joining:
         self._usual_seconds += _NEW * (seconds - self._usual_seconds)
         self._usual_in_flight += _NEW * (in_flight - self._usual_in_flight)
         # A mean comes close to what is always so, and does not reach it.
-        share = int(self._usual_in_flight / self.at_once + 0.1)
+        share = int(self._usual_in_flight / (self.at_once + 1) + 0.1)
         if self.joins:
             self._company += _NEW * ((requests > 1) - self._company)
         if self._usual_in_flight > 2 * self._then_in_flight:
@@ -116,8 +118,11 @@ class Joining:
         self.joins, self._settled, self._begin = not self.joins, now + self._longest, math.nan
         self._longest = 0.0
         apart, joined = self._rates
-        clear = CLEAR.get(len(apart), math.inf) if len(apart) == len(joined) else math.inf
-        if clear < math.inf and max(min(apart) / max(joined), min(joined) / max(apart)) >= clear:
+        if len(apart) == len(joined) and (
+            len(apart) == TURNS[1]
+            or (len(apart) >= TURNS[0] and min(apart) > max(joined))
+            or min(joined) > max(apart) * (1 if len(apart) >= TURNS[0] else CLEAR)
+        ):
             self._decide()
 
     def _decide(self) -> None:
