@@ -105,7 +105,7 @@ class Master:
         max_batch_size: Most rows of one run that joins requests of `submit` (dynamic batching); 1 is off.
             Requests can be joined if they differ only in the batch's size, the split is known, every output
             declares the batch's symbol, and no size depends on data. One that fails never spoils others.
-            Where it does not answer more rows a second, requests go apart (`Statistics.join_gain`).
+            Where they are not answered faster so, requests go apart (`Statistics.join_gain`).
         max_delay: Seconds that a request may wait for others to join while a worker is free. With 0 a run
             waits by itself, a tenth of a usual run at most, where requests of several callers come.
         trace: Called with a `RequestTrace` after each queued request, in a thread of mcinfer's own, one

@@ -168,9 +168,8 @@ class Statistics:
         health: As from `Master.health`.
         workers: One entry per worker, by index.
         cards: One entry per card that requests or `Master.allocate` had tensors on.
-        join_gain: How many times the rows a second were answered where requests were joined, in the last
-            comparison with requests that went apart; where it is below 1.05, they go apart. NaN before, and
-            without `max_batch_size`.
+        join_gain: How many times as fast as requests apart joined ones were answered in the last comparison,
+            for each row; below 1.05 they go apart. NaN before, and without `max_batch_size`.
     """
 
     accepted: int
@@ -198,7 +197,7 @@ class Statistics:
         waiting = f"{self.in_flight} in flight, {self.queued} of them queued"
         sizes, gain = self.batch_sizes, self.join_gain
         runs = f"{sizes.count} runs of {sizes.total / (sizes.count or 1):.3g} rows"
-        runs += "" if math.isnan(gain) else f"; joining: {gain:.2f} times the rows/s"
+        runs += "" if math.isnan(gain) else f"; joined {gain:.2f} times as fast as apart"
         used, reserved = self.memory_used_bytes / 1e6, self.memory_bytes / 1e6
         head = ("worker", "device", "pid", "state", "restarts", "runs", "failed", "busy s")
         rows = [head] + [

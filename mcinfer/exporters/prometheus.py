@@ -55,7 +55,7 @@ _OF_MASTER = (
         "Shared memory in use by requests, replaced weights, or arrays that callers hold.",
         "memory_used_bytes",
     ),
-    ("join_gain", "Rows a second of joined requests over those of requests apart.", "join_gain"),
+    ("join_gain", "How many times as fast as apart joined requests were answered.", "join_gain"),
     ("weights_version", "Number of updates of the replaceable weights.", "weights_version"),
     ("workers", "Workers in all.", "health.workers"),
     ("workers_serving", "Workers that take requests.", "health.serving"),

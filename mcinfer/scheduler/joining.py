@@ -1,8 +1,10 @@
 """Whether requests that wait go together in one run, and whether a run waits for more of them. Pure.
 
 * *Whether*: from time to time requests go apart for some runs and together for some, in turns. Where the
-  latter do not answer `WORTH` times the rows a second, requests go apart until the next comparison. Seconds
-  of runs would not say it: a worker may have nothing to do while the callers of its run ask again.
+  latter are not answered `WORTH` times as fast, requests go apart until the next comparison. What is compared
+  is rows over the time that all requests were in flight: by Little's law their latency, and where each caller
+  waits for its answer also their rate. Seconds of runs would not say it: a worker may have nothing to do
+  while the callers of its run ask again.
 * *How many*: an even share of the requests in flight for each run, and one that gathers meanwhile, so that no
   run has all of them while others have none, and the next one can begin at once.
 * *When*: requests that one run answered come back together, where callers wait for their answers. So a run
@@ -16,11 +18,11 @@ import math
 from statistics import median
 
 WORTH = 1.05
-"""How many times the rows a second joining must answer."""
+"""How many times as fast requests that join must be answered."""
 TURNS = 3, 5
 """Turns of each kind in a comparison: where all of one kind are better, and at the most."""
 CLEAR = 1.5
-"""How many times the rows a second joining must answer to need no second turn."""
+"""How many times as fast they must be answered to need no second turn."""
 RUNS = 6
 """Runs of a turn, for each that can go at once, at least."""
 TURN = 0.05
@@ -46,7 +48,7 @@ class Joining:
 
     Attributes:
         joins: Whether requests that wait may go together now.
-        gain: How many times the rows a second of requests apart joining answered in the last comparison; NaN
+        gain: How many times as fast as apart requests were answered together in the last comparison; NaN
             before.
         share: How many requests a run waits for; 1 if it does not wait.
         due: While a run waits for company, when it begins without more; else infinite.
@@ -64,12 +66,13 @@ class Joining:
         self._usual_in_flight = self._then_in_flight = 1.0
         self._company = 0.0  # what part of runs has several requests, while they join
         self._left, self._rest = 0.0, REST[0]  # seconds until the next comparison may begin
-        # Of a comparison: rows a second of each turn apart, and of each turn together; their seconds in all.
+        # Of a comparison: how fast each turn apart was, and each turn together; their seconds in all.
         self._rates: tuple[list[float], list[float]] = ([], [])
         self._seconds = 0.0
-        # Of a turn: when runs of the one before have ended; its begin, runs, rows and longest run.
+        # Of a turn: when runs of the one before have ended; its begin, runs, rows and longest run, and for
+        # how long requests were in flight, in all.
         self._settled, self._begin = 0.0, math.nan
-        self._runs, self._rows, self._longest = 0, 0, 0.0
+        self._runs, self._rows, self._longest, self._spent = 0, 0, 0.0, 0.0
         self._end = -math.inf  # of the latest run
 
     def learn(self, rows: int, requests: int, seconds: float, in_flight: int, now: float) -> None:
@@ -90,11 +93,12 @@ class Joining:
         share = int(self._usual_in_flight / (self.at_once + 1) + 0.1)
         if self.joins:
             self._company += _NEW * ((requests > 1) - self._company)
-        if self._usual_in_flight > 2 * self._then_in_flight:
+        if self._usual_in_flight > 2 * (self._then_in_flight + self.at_once):
             self._left, self._then_in_flight = 0.0, self._usual_in_flight
         is_lull = now - self._end > TURN + 4 * max(self._usual_seconds, seconds)
         if self._left <= 0:
             self.joins |= not self._seconds  # a comparison begins with company
+            self._spent += in_flight * (now - self._end)
             self._compare(rows, requests, seconds, now, is_lull)
         elif not is_lull:
             self._left -= now - self._end
@@ -106,14 +110,14 @@ class Joining:
         if math.isnan(self._begin) or is_lull:
             is_usual = self.share > 1 or self._company >= 0.5 if self.joins else requests == 1
             self._begin = now if is_usual and now >= self._settled else math.nan
-            self._runs = self._rows = 0
+            self._runs, self._rows, self._spent = 0, 0, 0.0
             return
         self._rows += rows
         self._runs += 1
         elapsed = now - self._begin
         if self._runs < RUNS * self.at_once or elapsed < TURN:
             return
-        self._rates[self.joins].append(self._rows / elapsed)
+        self._rates[self.joins].append(self._rows / self._spent)
         self._seconds += elapsed
         self.joins, self._settled, self._begin = not self.joins, now + self._longest, math.nan
         self._longest = 0.0
