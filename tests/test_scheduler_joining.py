@@ -147,3 +147,10 @@ def test_more_callers_lead_to_a_comparison_at_once() -> None:
     assert not joining.joins
     simulate(joining, lambda requests: requests if requests < 16 else 8, 32, start=now)
     assert joining.joins
+
+
+def test_runs_without_rows_for_requests_that_are_settled_are_learned_from() -> None:
+    joining = Joining(16)
+    for number in range(4_000):
+        joining.learn(0, 1 + number % 2, 0.01, 0, 0.01 * number)
+    assert not math.isnan(joining.gain)

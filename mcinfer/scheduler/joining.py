@@ -98,7 +98,7 @@ class Joining:
         is_lull = now - self._end > TURN + 4 * max(self._usual_seconds, seconds)
         if self._left <= 0:
             self.joins |= not self._seconds  # a comparison begins with company
-            self._spent += in_flight * (now - self._end)
+            self._spent += max(in_flight, 1) * (now - self._end)
             self._compare(rows, requests, seconds, now, is_lull)
         elif not is_lull:
             self._left -= now - self._end
@@ -112,7 +112,7 @@ class Joining:
             self._begin = now if is_usual and now >= self._settled else math.nan
             self._runs, self._rows, self._spent = 0, 0, 0.0
             return
-        self._rows += rows
+        self._rows += max(rows, 1)
         self._runs += 1
         elapsed = now - self._begin
         if self._runs < RUNS * self.at_once or elapsed < TURN:
