@@ -6,7 +6,8 @@ mcinfer stands beside the same request path in its fewest steps (`owned.py`), ba
 needs: one caller whose batch is split over two workers, in four sizes, also against pipes (`split`); requests
 of 8 KB of 1, 4 and 16 callers, and of one with many futures (`callers`); runs of a millisecond, also against
 threads on one session (`runs`). Where mcinfer takes longer than the path with all, its own steps cost it;
-where that path does not do better, the architecture does.
+where that path does not do better, the architecture does. Last, requests that may be joined, over requests
+that may not (`joins`).
 """
 
 import sys
@@ -28,7 +29,7 @@ from measuring import (
     rates_in_turns,
     series_table,
 )
-from models import TOKENS, Arrays, encoder_model, identity_model, normal
+from models import TOKENS, Arrays, Model, encoder_model, identity_model, mlp, normal, usual_models
 from owned import Owned
 
 from mcinfer import Master
@@ -186,7 +187,45 @@ def measure_runs(setting: Setting) -> Lines:
         yield from rates("encoder, callers: 8", ways, setting.rounds, SUBMIT, bounds)
 
 
-PARTS = {"split": measure_split, "callers": measure_callers, "runs": measure_runs}
+def measure_joins(setting: Setting) -> Lines:
+    """Answers a second of callers of one row each: with `max_batch_size`, over those without."""
+    models = usual_models(setting.folder)[1:]
+    for layers, width in ((6, 1024), (8, 1536)):
+        path = mlp(setting.folder / f"mlp{layers}.onnx", layers, width)
+        models.append(Model(name=f"MLP, {layers} x {width}", path=path, inputs=normal(1, width)))
+    for model in models:
+        with (
+            Master(model.path, WORKERS) as apart,
+            Master(model.path, WORKERS, max_batch_size=8) as joined,
+        ):
+            joined.learn(model.inputs)
+            calls = {
+                name: partial(answer, partial(master.submit, model.inputs))
+                for name, master in (("apart", apart), ("joined", joined))
+            }
+            for callers in (1, 8, 16):
+                rate_of_callers(calls["joined"], callers, setting.seconds(3.0))  # it compares
+                ways = {
+                    name: partial(rate_of_callers, call, callers, setting.seconds(1.5))
+                    for name, call in calls.items()
+                }
+                series = rates_in_turns(ways, setting.rounds)
+                over = series["joined"].over(series["apart"])
+                yield str(
+                    Ratio(
+                        text=f"{model.name}, callers: {callers}: joined / apart",
+                        series=over,
+                        bound=0.97,
+                    )
+                )
+
+
+PARTS = {
+    "split": measure_split,
+    "callers": measure_callers,
+    "runs": measure_runs,
+    "joins": measure_joins,
+}
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, PARTS, rounds=9))
