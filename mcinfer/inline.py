@@ -52,6 +52,7 @@ from mcinfer.requests.tensors import Arrays
 from mcinfer.runtime.delivery import Delivery, call_trace_hook
 from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
+from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardQueue
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.specs import ModelSpec
@@ -128,6 +129,7 @@ class InlinePool(Doors):
         self._seen = 0  # requests, at the last look
         self.table = RequestTable()
         self._queue = ShardQueue(rules.max_batch_size)
+        self._joining = Joining(rules.max_batch_size, threads, waits=not rules.max_delay)
         self._jobs: dict[int, Job] = {}
         self._batch_sizes = Tally(ROW_BOUNDS)
         self._usual = 0.0  # seconds of a run; 0 before the first
@@ -392,13 +394,19 @@ class InlinePool(Doors):
         """Give a lane what waits; None after a wait, since none was free or nothing could go."""
         now, lane = monotonic(), self._next_lane()
         self._queue.end_holding(now)
-        if lane is not None and (shards := self._queue.take()):
+        if lane is not None and (shards := self._queue.take(most=partial(self._most, now))):
             self._give(lane, [self._jobs[number] for number, _ in shards], now)
             return lane
         if not self.finished:
-            wait = math.inf if lane is None else self._queue.next_due() - now
+            wait = math.inf
+            if lane is not None:
+                wait = min(self._queue.next_due(), self._joining.due) - now
             self._work.wait(None if wait == math.inf else wait)
         return None
+
+    def _most(self, now: float, waiting: int, full: bool) -> int:
+        """How many of the requests that may be joined are to go; see `Joining.take`."""
+        return self._joining.take(waiting, self.table.in_flight, now, full=full)
 
     def _give(self, lane: _Lane, jobs: Sequence[Job], now: float) -> None:
         lane.began, lane.stop_by = now, math.inf
@@ -439,6 +447,9 @@ class InlinePool(Doors):
                 runs = (sum(j.entry.rows[0] for j in jobs),) if is_joined else jobs[0].entry.rows
                 for rows in runs:
                     self._batch_sizes.add(rows)
+                if jobs[0].join is not None:
+                    in_flight = self.table.in_flight
+                    self._joining.learn(runs[0], len(jobs), seconds, in_flight, now)
                 self._runs += len(runs)
                 self._completed += len(jobs) if is_joined else len(runs)
                 self._busy_seconds += seconds
@@ -615,6 +626,7 @@ class InlinePool(Doors):
                 weights_version=weights_version,
                 health=self.health(),
                 workers=(worker,),
+                join_gain=self._joining.gain,
             )
 
 
