@@ -9,20 +9,23 @@
 A *lane* is an engine that one thread at a time runs; all are twins, on one loaded model. `InlinePool` is in
 the place of the loop and its workers, `InlineAnswers` in that of the planner, for the same `Master`.
 
-Ownership: one lock guards all state; it is held for no run and for no code of a user's. It is reentrant: a
-signal's handler may call a method while its own thread holds it. A run cannot be killed: one that does not
-stop keeps its lane, and its session.
+Ownership: one lock guards all state; it is held for no run and for no code of a user's. A run cannot be
+killed: one that does not stop keeps its lane, and its session.
+
+A signal's handler may interrupt a caller at any call, and raise, or call a method itself. So the lock is
+reentrant, callers change state by single steps, and leave the queue to the threads of the pool.
 """
 
 import atexit
+import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from time import monotonic, perf_counter
 from typing import Any, NoReturn
 from weakref import ref
@@ -47,7 +50,7 @@ from mcinfer.private import ModelInMemory, model_name
 from mcinfer.process import check_threads
 from mcinfer.protocol import BuildFinish
 from mcinfer.requests.direct import InlineAnswers, Job
-from mcinfer.requests.request import Outcome
+from mcinfer.requests.request import Outcome, pick
 from mcinfer.requests.tensors import Arrays
 from mcinfer.runtime.delivery import Delivery, call_trace_hook
 from mcinfer.runtime.inbox import Doors
@@ -67,17 +70,14 @@ _QUICK = 0.0001
 _STEP = 1.1  # factor, for each run, towards the median of their seconds: a late one says little
 _LATE_SECONDS = 5.0  # past its deadline that a caller waits for the keeper
 _LAST_SECONDS = 1.0  # for the ends of threads, and for callbacks, at the close
-_MAX_PLANS = 256
-
 _LONGEST_WAIT = 86400.0  # seconds of one wait: Python takes no more than some years
-
-_shape = attrgetter("shape")
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
     engine: Engine
     jobs: Sequence[Job] = ()
+    caller: int = 0  # the thread that runs it, if that is its caller's
     began: float = 0.0
     stop_by: float = math.inf  # of a run that no caller waits for any more
 
@@ -95,6 +95,7 @@ class InlinePool(Doors):
     Attributes:
         at_once: Into how many pieces a request is cut: they would run one after another.
         model: The model, if it is in memory; closed at the end.
+        line: Those whose callers wait for a place among the requests, in their order.
     """
 
     at_once = 1
@@ -114,7 +115,7 @@ class InlinePool(Doors):
         self._most_lanes = threads
         self._trace = trace
         self._name = model_name(request.model)
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._work = threading.Condition(self._lock)  # for the threads
         self._keeper = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)  # a run, or the pool
@@ -128,9 +129,12 @@ class InlinePool(Doors):
         self._look_at = math.inf
         self._seen = 0  # requests, at the last look
         self.table = RequestTable()
+        self._numbers = itertools.count()
         self._queue = ShardQueue(rules.max_batch_size)
         self._joining = Joining(rules.max_batch_size, threads, waits=not rules.max_delay)
+        self._news: deque[Job] = deque()  # jobs that the queue is to take in, or to drop
         self._jobs: dict[int, Job] = {}
+        self.line: deque[Job] = deque()
         self._batch_sizes = Tally(ROW_BOUNDS)
         self._usual = 0.0  # seconds of a run; 0 before the first
         self._restarts = self._runs = self._completed = self._failed = 0
@@ -232,7 +236,7 @@ class InlinePool(Doors):
                 # A run that is cancelled gets a moment at least: to leave its thread is worse.
                 self._end_at = min(self._end_at, monotonic() + max(seconds, _LAST_SECONDS))
             self._keeper.notify()
-            if not self.may_wait():
+            if not self.may_wait() or (self._leave_lane() and drain):
                 return
             try:
                 while not self.finished:
@@ -299,27 +303,29 @@ class InlinePool(Doors):
 
     # Requests.
 
-    def answer(self, job: Job) -> None:
-        """Settle a call: run it in this thread if a lane is free, or wait for a thread that runs it."""
+    def answer(self, job: Job, *, wait: bool = True) -> bool:
+        """Settle a call: run it in this thread if a lane is free, or wait for a thread that runs it.
+
+        Without `wait`, do so only if a lane is free at once; whether it is settled.
+        """
         try:
-            self.enter(job, here=True)
+            self.enter(job, here=not self._lock._is_owned(), wait=wait)
             if job.call.offer is not None:
                 job.call.offer(partial(self.cancel, job))
-            if job.here and job.lane is not None:
+            if job.here:
                 self._run(job.lane)
-            elif not job.wait(job.entry.deadline - monotonic() + _LATE_SECONDS):
+            elif wait and not job.wait(job.entry.deadline - monotonic() + _LATE_SECONDS):
                 raise PredictTimeoutError(f"no answer within {job.call.timeout:g} s")
         except BaseException as exc:  # also Ctrl-C, between any two calls
-            if job.here and job.lane is not None and job in job.lane.jobs:
+            if job.lane is not None and job.here and job in job.lane.jobs:
                 self._take_back(job.lane, (), exc, 0.0)
             self.cancel(job)
             raise
+        return job.settled
 
     def is_quick(self) -> bool:
         """Whether a run takes no longer than to hand it to another thread."""
-        return (
-            0.0 < self._usual < _QUICK and not self._queue.items and self._next_lane() is not None
-        )
+        return 0.0 < self._usual < _QUICK and self._lane_here() is not None
 
     def _next_lane(self) -> _Lane | None:
         for lane in self._lanes:
@@ -327,8 +333,33 @@ class InlinePool(Doors):
                 return lane
         return None
 
+    def _lane_here(self) -> _Lane | None:
+        """The lane for a call that need not queue."""
+        return None if self._news or self._queue.items else self._next_lane()
+
+    def _leave_lane(self) -> bool:
+        """Whether a signal's handler calls, in a run of its thread; others get a twin of its lane then."""
+        me = threading.get_ident()
+        own = next((lane for lane in self._lanes if lane.jobs and lane.caller == me), None)
+        if own is not None and type(own.engine).twin is not Engine.twin:
+            self._lanes[self._lanes.index(own)] = _Lane(own.engine.twin())
+            self._work.notify()
+        return own is not None
+
+    def await_answer(self, job: Job, timeout: float | None) -> bool:
+        """`Outcome.wait`, which a signal's handler may call while its thread holds the lock, or a lane."""
+        is_inside = self._lock._is_owned()
+        with self._lock:
+            self._leave_lane()
+            end = math.inf if timeout is None or not is_inside else monotonic() + timeout
+            while is_inside and not job.settled and monotonic() < end:
+                self._wait(end - monotonic())
+        return job.settled or Outcome.wait(job, 0.0 if is_inside else timeout)
+
     def enter(self, job: Job, *, here: bool = False, wait: bool = True) -> None:
         """Accept a call, and queue it; `here`, if a lane is free and none waits, give it that lane.
+
+        With `here`, and without `wait`, nothing is done if no lane is free.
 
         Raises:
             ClosedError: The master is closed.
@@ -340,36 +371,49 @@ class InlinePool(Doors):
                 self.check_open()
                 raise ClosedError("the master is closed")
             limits = self._rules.limits
-            if call.limited and (self.table.in_flight >= limits.queue or limits.queue_bytes):
+            if call.limited and (
+                self.line or self.table.in_flight >= limits.queue or limits.queue_bytes
+            ):
                 self._await_room(job, wait and limits.when_queue_full == "wait")
-            now, number = monotonic(), self.table.accepted
+            now, number, caller = monotonic(), next(self._numbers), threading.get_ident()
             entry = job.entry = Entry(
                 number, job.plan.cut.rows, job.plan.size, call.start, now, call.timeout
             )
-            self.table.accept(entry)
+            lane = self._lane_here() if here else None
+            if lane is not None:
+                job.here, job.lane = True, lane
+                lane.caller, lane.jobs = caller, (job,)
+            elif here and not wait:
+                return
             self._jobs[number] = job
+            self.table.accept(entry)
             if entry.deadline < self._look_at:
                 self._look_at = entry.deadline
                 self._keeper.notify()
-            if here and not self._queue.items and (lane := self._next_lane()) is not None:
-                job.here = True
-                self._give(lane, (job,), now)
-                return
-            due = call.start + min(self._rules.max_delay, call.timeout / 2)
-            key, rows = job.join or (None, 0)
-            self._queue.add((number, 0), call.priority, key, rows, due)
-            self._work.notify()
+            if lane is not None:
+                self._give(lane, lane.jobs, now)
+            else:
+                self._news.append(job)
+                self._work.notify()
 
     def _await_room(self, job: Job, wait: bool) -> None:
         end = job.call.start + job.call.timeout
-        while True:
-            try:
-                return self.table.check_room(self._rules.limits, job.plan.size)
-            except QueueFullError:
-                if not wait or not self.may_wait() or monotonic() >= end:
-                    raise
-            self._wait(end - monotonic())
-            self.check_open()
+        self.line.append(job)
+        try:
+            while True:
+                try:
+                    self.table.check_room(self._rules.limits, job.plan.size)
+                    if self.line[0] is job:
+                        return
+                    raise QueueFullError("other calls wait for a place among the requests")
+                except QueueFullError:
+                    if not wait or not self.may_wait() or monotonic() >= end:
+                        raise
+                self._wait(end - monotonic())
+                self.check_open()
+        finally:
+            self.line.remove(job)
+            self._ended.notify_all()  # there may be a place for the next one, too
 
     def _wait(self, seconds: float) -> None:
         """Wait for the end of a run, or of the pool; the lock is held, and not meanwhile."""
@@ -393,8 +437,18 @@ class InlinePool(Doors):
     def _take_next(self) -> _Lane | None:
         """Give a lane what waits; None after a wait, since none was free or nothing could go."""
         now, lane = monotonic(), self._next_lane()
+        while self._news:
+            job = self._news.popleft()
+            shard, call = (job.entry.number, 0), job.call
+            if job.settled:
+                self._queue.discard(shard)
+            else:
+                due = call.start + min(self._rules.max_delay, call.timeout / 2)
+                key, rows = job.join or (None, 0)
+                self._queue.add(shard, call.priority, key, rows, due)
         self._queue.end_holding(now)
         if lane is not None and (shards := self._queue.take(most=partial(self._most, now))):
+            lane.caller = 0
             self._give(lane, [self._jobs[number] for number, _ in shards], now)
             return lane
         if not self.finished:
@@ -457,7 +511,6 @@ class InlinePool(Doors):
                 self._failed += len(jobs)
                 self._last_error = str(error)
             for i, job in enumerate(jobs):
-                job.lane = None
                 if error is None:
                     if self._trace is not None:
                         entry = job.entry
@@ -465,11 +518,14 @@ class InlinePool(Doors):
                         times = lane.began, now, seconds
                         entry.runs += [(k, *place, *times, n) for k, n in enumerate(entry.rows)]
                     self._settle(job, None, now, values[i])
-                elif len(jobs) > 1 and job.entry.ending is None:
+                elif len(jobs) > 1 and not job.settled:
+                    job.lane = None
                     self._queue.add_first((job.entry.number, 0))
+                    continue
                 else:
                     self._settle(job, _told(error), now)
-            if self._queue.items:
+                job.release()
+            if self._queue.items or self._news:
                 self._work.notify()
             if self._waiting or self.closing:
                 self._keeper.notify()
@@ -484,22 +540,28 @@ class InlinePool(Doors):
         ending: Ending = "failed",
     ) -> None:
         """Answer a call, unless it is answered; the lock is held."""
-        entry = job.entry
-        if entry.ending is not None:
+        entry, lane = job.entry, job.lane
+        if entry.number not in self.table.entries:
+            self._jobs.pop(entry.number, None)
             return
         if error is None:
-            ending, job._value = "succeeded", value
-        else:
-            self._queue.discard((entry.number, 0))
-            lane = job.lane
-            if lane is not None and all(one.entry.ending for one in lane.jobs if one is not job):
-                lane.stop_by = now + self._rules.timeouts.cancel_grace
-                lane.engine.cancel()
-        self._jobs.pop(entry.number, None)  # Ctrl-C may have come before it was there
-        self.table.close(entry, ending, now)
+            ending, job._value = "succeeded", pick(value or {}, job.call.outputs)
+        elif lane is None:
+            self._news.append(job)
+            self._work.notify()
+            job.release()
+        elif job in lane.jobs and all(one.settled for one in lane.jobs if one is not job):
+            lane.stop_by = now + self._rules.timeouts.cancel_grace
+            lane.engine.cancel()
+        # Ctrl-C may come after each of these steps, of which the others are done then by `cancel`.
+        if entry.ending is None:
+            self.table.close(entry, ending, now)
+        if not job.settled:
+            job.settle(error, cancelled=ending == "cancelled")
+        self._jobs.pop(entry.number, None)
         self.table.entries.pop(entry.number, None)
-        job.arrays = ()
-        job.settle(error, cancelled=ending == "cancelled")
+        if self._waiting:
+            self._ended.notify_all()
         if self._trace is not None:
             hook = self._trace()
             if hook is not None and job.call.context is not None:
@@ -509,10 +571,11 @@ class InlinePool(Doors):
 
     def cancel(self, outcome: Outcome[Any]) -> bool:
         """Cancel a call; False if it was settled before."""
-        if isinstance(outcome, Job) and not outcome.settled and not self.is_forked:
+        if isinstance(outcome, Job) and not self.is_forked:
             with self._lock:
                 error = ClosedError("the request was cancelled")
                 self._settle(outcome, error, monotonic(), ending="cancelled")
+                self._work.notify()  # Ctrl-C may have come before that
         return outcome.was_cancelled
 
     def forget(self, outcome: Outcome[Any]) -> None:
@@ -573,11 +636,11 @@ class InlinePool(Doors):
         end = monotonic() + timeout
         try:
             engine, built = self._load()
-        except McinferError as exc:
+        except (McinferError, OSError) as exc:
             raise WorkerDiedError(f"{INLINE}: {exc}") from exc
-        with self._lock:
-            try:
-                self._replacing += 1  # no run begins
+        try:
+            with self.no_run(), self._lock:
+                self._leave_lane()
                 while any(lane.jobs for lane in self._lanes):
                     left = end - monotonic()
                     if left <= 0:
@@ -590,17 +653,26 @@ class InlinePool(Doors):
                     lane.engine.close()
                 self._open_lanes(engine, built)
                 self._restarts += 1
-            except BaseException:
-                engine.close()
-                raise
-            finally:
+        except BaseException:
+            engine.close()
+            raise
+
+    @contextmanager
+    def no_run(self) -> Iterator[None]:
+        """No run begins meanwhile."""
+        with self._lock:
+            self._replacing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
                 self._replacing -= 1
                 self._work.notify_all()
 
     def statistics(self, weights_version: int) -> Statistics:
         self.check_process()
         with self._lock:
-            state = "gone" if self.finished else "building"
+            state = "gone" if self.finished or self.start_claims else "building"
             if self.opened and not self.finished:
                 state = "busy" if any(lane.jobs for lane in self._lanes) else "ready"
             worker = WorkerStatistics(
@@ -619,7 +691,7 @@ class InlinePool(Doors):
             )
             return Statistics(
                 **self.table.counts(),
-                queued_shards=len(self._queue),
+                queued_shards=sum(job.lane is None for job in self._jobs.values()),
                 batch_sizes=self._batch_sizes.snapshot(),
                 memory_bytes=0,
                 memory_used_bytes=0,

@@ -25,7 +25,7 @@ from mcinfer.errors import PredictError, is_refusal
 from mcinfer.protocol import BuildFinish
 from mcinfer.requests.frames import Lease, make_frame
 from mcinfer.requests.inputs import InputReader
-from mcinfer.requests.request import Call, Outcome, OutcomeFuture, Owner, pick
+from mcinfer.requests.request import NO_WEIGHTS, Call, Outcome, OutcomeFuture, Owner, pick
 from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import Arrays, Copier, join_parts, split_rows
 from mcinfer.requests.weights import WeightStore, WeightVersion
@@ -38,7 +38,7 @@ __tracebackhide__ = is_refusal
 
 _MAX_PLANS = 256
 
-_NOT_ACCEPTED = Entry(-1, (), 0, 0.0, 0.0, 0.0, ending="cancelled")
+_NOT_ACCEPTED = Entry(-1, (), 0, 0.0, 0.0, 0.0)
 
 _shape = attrgetter("shape")
 
@@ -84,11 +84,19 @@ class Job(Outcome[Arrays]):
         self.lane: Any = None
         self.here = False
 
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.settled or self.answers.pool.await_answer(self, timeout)
+
+    def release(self) -> None:
+        """No run reads its inputs, and its weights, any more."""
+        self.arrays, self.weights = (), NO_WEIGHTS
+
 
 class Pool(Owner, Protocol):
     """When jobs run, and in which thread: `mcinfer.inline.InlinePool`."""
 
-    def answer(self, job: Job) -> None: ...
+    def answer(self, job: Job, *, wait: bool = True) -> bool: ...
+    def await_answer(self, job: Job, timeout: float | None) -> bool: ...
     def enter(self, job: Job, *, wait: bool) -> None: ...
     def is_quick(self) -> bool: ...
 
@@ -97,13 +105,14 @@ class InlineAnswers(InputReader):
     """Answers the calls of one model in this process; see `mcinfer.requests.planner.Planner`.
 
     Attributes:
+        pool: Runs the jobs.
         weights: The replaceable weights of the model.
     """
 
     def __init__(self, pool: Pool, model: ModelSpec, built: BuildFinish, max_rows: int) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
         super().__init__(model, max_rows, built.ragged)
-        self._pool = pool
+        self.pool = pool
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(specs_of(built.weights), _slots, self._copier)
         self._outputs = tuple(spec.name for spec in model.outputs)
@@ -114,29 +123,33 @@ class InlineAnswers(InputReader):
         job = self._job(call, self.arrays(call.inputs))
         try:
             if not job.settled:
-                self._pool.answer(job)
+                self.pool.answer(job)
             if job.was_cancelled:
                 raise CancelledError
-            return pick(job.result(), call.outputs)
+            return job.result()
         finally:
             del job  # the error that this may raise must not hold what holds it
 
     def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
         """Queue a call; without `wait`, it is of an event loop, which runs by itself what takes no time."""
-        if not wait and self._pool.is_quick():
+        # What is cut in pieces may run again as a whole, from copies.
+        if not wait and call.pieces == 1 and self.pool.is_quick():
             job = self._job(call, self.arrays(call.inputs))
-            if not job.settled:
-                self._pool.answer(job)
-        else:
-            copies = self.copies(call.inputs)
-            if call.keeps:
-                call.inputs = copies
-            job = self._job(call, copies)
+            if job.settled or self.pool.answer(job, wait=False):
+                return OutcomeFuture(job, self.pool)
+        copies = self.copies(call.inputs)
+        if call.keeps:
+            call.inputs = copies
+        job = self._job(call, copies)
+        if not job.settled:
             if self._max_rows > 1 and call.joins and call.split_state.splits:
                 job.join = self._join(job)
-            if not job.settled:
-                self._pool.enter(job, wait=wait)
-        return OutcomeFuture(job, self._pool)
+            try:
+                self.pool.enter(job, wait=wait)
+            except BaseException:  # also Ctrl-C
+                self.pool.forget(job)
+                raise
+        return OutcomeFuture(job, self.pool)
 
     def allocate(
         self, shapes: Mapping[str, Sequence[int]], timeout: float, place: object = None
@@ -172,7 +185,8 @@ class InlineAnswers(InputReader):
         job = Job(self, call, arrays, plan)
         if not plan.cut.rows:  # needs no run
             outputs = zip(self._model.outputs, plan.cut.outputs, strict=True)
-            job.set({spec.name: np.empty(o.shape or (), spec.dtype) for spec, o in outputs})
+            value = {spec.name: np.empty(o.shape or (), spec.dtype) for spec, o in outputs}
+            job.set(pick(value, call.outputs))
         return job
 
     def _new_plan(

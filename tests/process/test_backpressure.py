@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import pytest
 
 from mcinfer import ClosedError, Limits, Master, QueueFullError, Timeouts
+from mcinfer.config import INLINE
+from mcinfer.inline import InlinePool
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
@@ -21,12 +24,18 @@ from tests.process.waiting import in_line, pids, running, stop, wait_until
 
 ONE = Limits(queue=1, when_queue_full="wait")
 
+BOTH = pytest.mark.parametrize("devices", [1, INLINE])
+
 CALLER: ContextVar[str] = ContextVar("CALLER", default="main")
 
 
 @contextmanager
 def stopped(master: Master) -> Iterator[None]:
     """Its only worker stands still meanwhile, and what it was given with it."""
+    if isinstance(master._loop, InlinePool):
+        with master._loop.no_run():
+            yield
+        return
     [pid] = pids(master)
     stop(pid)
     try:
@@ -48,8 +57,11 @@ def waiting(
 # Refusing.
 
 
-def test_request_beyond_the_limit_is_refused_and_leaves_nothing(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 1, limits=Limits(queue=2)) as master:
+@BOTH
+def test_request_beyond_the_limit_is_refused_and_leaves_nothing(
+    fake_model: FakeModel, devices: Any
+) -> None:
+    with fake_master(fake_model(), devices, limits=Limits(queue=2)) as master:
         with stopped(master):
             futures = [master.submit(rows(1)) for _ in range(2)]
             used = master.statistics().memory_used_bytes
@@ -68,8 +80,9 @@ def test_request_beyond_the_limit_is_refused_and_leaves_nothing(fake_model: Fake
 # Waiting.
 
 
+@BOTH
 def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
-    fake_model: FakeModel,
+    fake_model: FakeModel, devices: Any
 ) -> None:
     traces: list[tuple[str, RequestTrace]] = []
 
@@ -81,7 +94,7 @@ def test_callers_wait_for_room_and_are_admitted_first_come_first_served(
         outcome = function(rows(2))
         return outcome.result(20.0) if isinstance(outcome, Future) else outcome
 
-    with fake_master(fake_model(), 1, limits=ONE, trace=hook) as master:
+    with fake_master(fake_model(), devices, limits=ONE, trace=hook) as master:
         with stopped(master):
             master.submit(rows(1))
             threads = []
@@ -137,11 +150,12 @@ def test_callers_that_wait_are_freed_by_close(fake_model: FakeModel) -> None:
                 assert isinstance(outcome.exception(20.0), ClosedError)
 
 
-def test_callback_does_not_wait_for_room(fake_model: FakeModel) -> None:
+@BOTH
+def test_callback_does_not_wait_for_room(fake_model: FakeModel, devices: Any) -> None:
     limits = Limits(queue=2, when_queue_full="wait")
     outcome: Future[QueueFullError] = Future()
     endless = Timeouts(predict=math.inf)  # a call that waited would not return
-    with fake_master(fake_model(), 1, limits=limits, timeouts=endless) as master:
+    with fake_master(fake_model(), devices, limits=limits, timeouts=endless) as master:
 
         def fill(_: object) -> None:
             with stopped(master):
@@ -157,8 +171,11 @@ def test_callback_does_not_wait_for_room(fake_model: FakeModel) -> None:
         wait_until(lambda: master.statistics().succeeded == 3)
 
 
-def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel) -> None:
-    with fake_master(fake_model(), 1, limits=ONE) as master:
+@BOTH
+def test_event_loop_goes_on_while_its_tasks_wait_for_room(
+    fake_model: FakeModel, devices: Any
+) -> None:
+    with fake_master(fake_model(), devices, limits=ONE) as master:
 
         async def ask() -> None:
             with stopped(master):
@@ -169,7 +186,7 @@ def test_event_loop_goes_on_while_its_tasks_wait_for_room(fake_model: FakeModel)
                 cancelled.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await cancelled
-                while in_line(master) > 2:
+                while in_line(master) > 2 and devices != INLINE:  # there a thread goes on to wait
                     await asyncio.sleep(0.005)
                 assert not any(task.done() for task in tasks)
             for count, task in enumerate(tasks, 1):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mcinfer import EngineOptions, Master
+from mcinfer.config import INLINE
 from mcinfer.requests.tensors import Arrays
 from mcinfer.statistics import WorkerStatistics
 from tests.process.models import (
@@ -45,11 +46,12 @@ def kept_busy(master: Master) -> Iterator[None]:
     assert busy.cancel()
 
 
-@pytest.fixture(scope="module")
-def batching(shared_master: SharedMaster) -> Master:
+@pytest.fixture(scope="module", params=[1, INLINE])
+def batching(request: pytest.FixtureRequest, shared_master: SharedMaster) -> Master:
     """One worker, up to 8 rows in a run."""
     when = {"-1": "sleep:600", "-2": "sleep:0.3"}
-    return shared_master(1, acts={"when": when}, max_batch_size=8, max_delay=BRIEF)
+    options = {"max_batch_size": 8, "max_delay": BRIEF}
+    return shared_master(request.param, acts={"when": when}, **options)
 
 
 def submit_together(master: Master, *requests: Inputs, **options: Any) -> list[Future[Arrays]]:
@@ -71,7 +73,13 @@ def the_worker(master: Master) -> WorkerStatistics:
 # Joining.
 
 
-def test_requests_that_waited_for_the_worker_go_as_one_run(batching: Master) -> None:
+def test_requests_that_waited_for_the_worker_go_as_one_run(
+    batching: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_answers(
+        batching.submit(rows(0)).result(20.0), rows(0)
+    )  # which says nothing of the others
+    assert "not joined" not in caplog.text
     requests = [rows(1, first=10.0 * i) for i in range(8)]
     before, worker = batching.statistics(), the_worker(batching)
     futures = submit_together(batching, *requests)

@@ -5,10 +5,12 @@ import inspect
 import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, Timeouts
+from mcinfer import ClosedError, EngineOptions, Limits, Master, Timeouts
+from mcinfer.config import INLINE
 from mcinfer.requests.tensors import Arrays
 from tests.process.models import (
     FakeModel,
@@ -18,15 +20,21 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.waiting import pids, settle, wait_for_states
+from tests.process.waiting import pids, settle, states, wait_for_states, wait_until
 
 
-@pytest.fixture(scope="module")
-def pool_of_two(shared_master: SharedMaster) -> Master:
+@pytest.fixture(scope="module", params=[2, INLINE])
+def pool_of_two(request: pytest.FixtureRequest, shared_master: SharedMaster) -> Master:
     """Also with time-outs as long as a float can say."""
     timeouts = Timeouts(start=1e9, predict=1e9, close=1e9)
     when = {"-1": "sleep:60", "-2": "sleep:0.1"}
-    return shared_master(2, acts={"when": when}, timeouts=timeouts)
+    options: dict[str, Any] = {"acts": {"when": when}, "timeouts": timeouts}
+    if (
+        request.param == INLINE
+    ):  # also of two threads, and with runs that no event loop makes by itself
+        options["acts"]["run"] = "sleep:0.0005"
+        options["options"] = EngineOptions(concurrent_runs=2)
+    return shared_master(request.param, **options)
 
 
 def test_sixty_four_threads_get_each_its_own_answers(pool_of_two: Master) -> None:
@@ -67,7 +75,7 @@ def test_task_that_is_cancelled_stops_its_run_and_no_other(pool_of_two: Master) 
 
     before, cancelled = pids(master), master.statistics().cancelled
     assert_answers(asyncio.run(ask()), rows(2))
-    wait_for_states(master, "ready", "ready")
+    wait_until(lambda: {*states(master)} == {"ready"})
     assert pids(master) == before
     assert master.statistics().cancelled == cancelled + 1
 
@@ -92,8 +100,9 @@ def test_task_that_waits_for_memory_leaves_the_loop_free_and_has_its_inputs_alre
         assert_answers(asyncio.run(ask()), rows(100))
 
 
-def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel) -> None:
-    master = fake_master(fake_model(when={"-1": "sleep:0.1"}), 1).start()
+@pytest.mark.parametrize("devices", [1, INLINE])
+def test_close_in_a_callback_ends_the_pool(fake_model: FakeModel, devices: Any) -> None:
+    master = fake_master(fake_model(when={"-1": "sleep:0.1"}), devices).start()
     outcome: Future[object] = Future()
     master.submit(act(-1.0)).add_done_callback(lambda _: settle(outcome, master.close))
     outcome.result(timeout=20.0)

@@ -16,6 +16,7 @@ from mcinfer import (
     ModelNotFoundError,
     PredictError,
 )
+from mcinfer.config import INLINE
 from tests.process.models import FakeModel, SharedMaster, act, assert_answers, rows
 from tests.process.waiting import wait_until
 
@@ -36,11 +37,14 @@ def test_model_that_is_not_there_is_found_out_before_any_worker_starts(tmp_path:
 # Some outputs.
 
 
-def test_only_the_outputs_that_are_asked_for_come_in_that_order(fake_model: FakeModel) -> None:
+@pytest.mark.parametrize("devices", [2, INLINE])
+def test_only_the_outputs_that_are_asked_for_come_in_that_order(
+    fake_model: FakeModel, devices: Any
+) -> None:
     x = rows(4)["x"]
     minus = ["minus", "float32", ["batch", 4], {"from": "x", "scale": -1}]
     twice = ["twice", "float32", ["batch", 4], {"from": "x", "scale": 2}]
-    with Master(fake_model(outputs=(minus, twice)), 2, engine="fake") as master:
+    with Master(fake_model(outputs=(minus, twice)), devices, engine="fake") as master:
         for outputs in (["twice"], ["twice", "minus"]):
             for _ in range(2):  # the first one learns
                 answer = master.predict([x], outputs=outputs)
@@ -59,9 +63,9 @@ def test_only_the_outputs_that_are_asked_for_come_in_that_order(fake_model: Fake
 # Many requests.
 
 
-@pytest.fixture(scope="module")
-def mapping(shared_master: SharedMaster) -> Master:
-    return shared_master([1, 0], acts={"when": {f"{FAILS:g}": "fail", "70": "sleep:30"}})
+@pytest.fixture(scope="module", params=[[1, 0], INLINE])
+def mapping(request: pytest.FixtureRequest, shared_master: SharedMaster) -> Master:
+    return shared_master(request.param, acts={"when": {f"{FAILS:g}": "fail", "70": "sleep:30"}})
 
 
 def test_answers_come_in_order_and_no_more_requests_are_taken_than_allowed(mapping: Master) -> None:
@@ -91,10 +95,11 @@ def test_failure_ends_the_answers_and_cancels_what_is_in_flight(mapping: Master)
 # Warm workers.
 
 
-def test_every_worker_has_run_after_warm_up(fake_model: FakeModel) -> None:
+@pytest.mark.parametrize("devices", [2, INLINE])
+def test_every_worker_has_run_after_warm_up(fake_model: FakeModel, devices: Any) -> None:
     limits = Limits(queue=1, when_queue_full="raise")  # one place is enough to learn how to split
-    with Master(fake_model(), 2, engine="fake", limits=limits) as master:
+    with Master(fake_model(), devices, engine="fake", limits=limits) as master:
         master.warm_up(rows(1))
         assert all(worker.runs for worker in master.statistics().workers)
         master.warm_up(rows(4))
-        assert master.split.checked
+        assert master.split.checked or devices == INLINE  # which has no need to cut a batch

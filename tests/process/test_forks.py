@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from mcinfer.config import INLINE
 from tests.process.models import FakeModel
 from tests.process.scripts import PREAMBLE, ROOT, Program, run
 
@@ -52,13 +53,15 @@ master.close()
         assert (ended.status, ended.out, ended.err) == (0, "", "")
 
 
+@pytest.mark.parametrize("devices", [1, INLINE])
 def test_forked_child_may_have_a_master_of_its_own_and_waits_for_no_answer_of_its_parents(
-    fake_model: FakeModel,
+    fake_model: FakeModel, devices: object
 ) -> None:
     text = """
 import asyncio, concurrent.futures
 events = asyncio.new_event_loop()
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
+devices = "inline" if sys.argv[2] == "inline" else 1
+with mcinfer.Master(sys.argv[1], devices, engine="fake", verify="never") as master:
     done = master.submit(X)
     done.result()
     future = master.submit({"x": np.full((1, 4), -1, np.float32)})
@@ -78,7 +81,7 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
             except mcinfer.ClosedError as exc:
                 say("forked" in str(exc))
         say(concurrent.futures.wait([done]).done == {done}, future.done())
-        with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as own:
+        with mcinfer.Master(sys.argv[1], devices, engine="fake", verify="never") as own:
             say(own.predict(X)["y"].sum())
         sys.exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -92,7 +95,7 @@ with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never") as master:
     say(master.predict(X)["y"].sum())
 events.close()
 """
-    ended = run(text, fake_model(when={"-1": "sleep:0.3"}))
+    ended = run(text, fake_model(when={"-1": "sleep:0.3"}), devices)
     assert (ended.status, ended.err) == (0, "")
     assert ended.out.split() == ["True"] * 7 + ["False", ANSWER, "-4.0", ANSWER]
 

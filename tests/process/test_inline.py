@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import onnx
@@ -22,7 +23,11 @@ from mcinfer import (
     PredictError,
     PredictTimeoutError,
     Timeouts,
+    inline,
 )
+from mcinfer.requests import direct
+from mcinfer.scheduler import dispatch, queue
+from tests.interrupts import interrupted_anywhere
 from tests.process.models import (
     FakeModel,
     Inputs,
@@ -237,6 +242,33 @@ def test_master_that_is_garbage_leaves_no_thread_whatever_it_was_at(
     gc.collect()
     assert isinstance(future.exception(20.0), ClosedError)
     wait_until(lambda: not threads())
+
+
+def test_ctrl_c_anywhere_in_a_call_leaves_a_whole_pool(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(), INLINE) as master:
+        calls: list[Callable[[], Any]] = [
+            lambda: master.predict(rows(1)),
+            lambda: master.submit(rows(1)).result(20.0),
+        ]
+        for call in calls:
+            for _ in interrupted_anywhere(call, inline, direct, dispatch, queue):
+                wait_until(lambda: master.statistics().in_flight == 0)
+                assert_answers(master.submit(rows(1)).result(20.0), rows(1))
+
+
+def test_futures_that_are_kept_hold_neither_inputs_nor_weights(fake_model: FakeModel) -> None:
+    model = fake_model(
+        outputs=[["y", "float32", ["batch", 4], {"from": "x", "add": "w"}]],
+        weights=[["w", "float32", [4], 0.0]],
+    )
+    options = EngineOptions(variable_weights=["w"])
+    with fake_master(model, INLINE, options=options) as master:
+        master.update_weights({"w": [1] * 4})
+        version = ref(master._planner.weights.current)
+        kept = [master.submit(rows(1)), master.submit(rows(1), timeout=0.0)]
+        wait_until(lambda: all(future.done() for future in kept))
+        master.update_weights({"w": [2] * 4})
+        wait_until(lambda: version() is None)
 
 
 @pytest.mark.thorough

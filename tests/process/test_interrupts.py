@@ -2,6 +2,7 @@
 
 import pytest
 
+from mcinfer.config import INLINE
 from tests.process.models import FakeModel
 from tests.process.scripts import PREAMBLE, Program
 
@@ -62,7 +63,8 @@ def other():
 # A shard that an interrupt had lost would show as a time-out, a lost free list as full memory.
 timeouts = mcinfer.Timeouts(predict=40.0)
 failures, stop, interrupted, answered = [], threading.Event(), 0, 0
-with mcinfer.Master(sys.argv[1], 1, engine="fake", verify="never", timeouts=timeouts) as master:
+devices = sys.argv[6] if sys.argv[6] == "inline" else 1
+with mcinfer.Master(sys.argv[1], devices, engine="fake", verify="never", timeouts=timeouts) as master:
     before = [worker.pid for worker in master.statistics().workers]
     signal.signal(number, handler)
     others, sender = threading.Thread(target=other), threading.Thread(target=send)
@@ -101,8 +103,11 @@ say("whole")
         ("SIGRTMIN", "ask"),
     ],
 )
-def test_signals_leave_a_whole_pool(fake_model: FakeModel, number: str, does: str) -> None:
-    arguments = (fake_model(), number, does, 1, SIGNALS)
+@pytest.mark.parametrize("devices", [1, INLINE])
+def test_signals_leave_a_whole_pool(
+    fake_model: FakeModel, number: str, does: str, devices: object
+) -> None:
+    arguments = (fake_model(), number, does, 1, SIGNALS, devices)
     with Program(PREAMBLE + INTERRUPTED, *arguments) as program:
         ended = program.wait()
     assert (ended.status, ended.out, ended.err) == (0, "whole\n", "")

@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 
 from mcinfer import ClosedError, Limits, Master, PredictError, Timeouts
+from mcinfer.config import INLINE
 from tests.process.models import FakeModel, Inputs, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, settle, wait_for_states, wait_until
 
@@ -59,8 +61,11 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
         assert len(kept) == 4
 
 
-def test_handler_of_a_signal_may_close_the_master_in_any_call(fake_model: FakeModel) -> None:
-    master = fake_master(fake_model(), 1).start()
+@pytest.mark.parametrize("devices", [1, INLINE])
+def test_handler_of_a_signal_may_close_the_master_in_any_call(
+    fake_model: FakeModel, devices: Any
+) -> None:
+    master = fake_master(fake_model(), devices).start()
     with sigterm(0.05, master.close), suppress(ClosedError):
         while master.health().state != "closed":
             master.statistics()
@@ -68,21 +73,24 @@ def test_handler_of_a_signal_may_close_the_master_in_any_call(fake_model: FakeMo
     assert master.health().state == "closed"
 
 
+@pytest.mark.parametrize("devices", [1, INLINE])
 def test_handler_of_a_signal_may_drain_while_its_thread_waits_for_an_answer(
-    fake_model: FakeModel,
+    fake_model: FakeModel, devices: Any
 ) -> None:
-    master = fake_master(fake_model(when={"-1": "sleep:0.4"}), 1).start()
+    master = fake_master(fake_model(when={"-1": "sleep:0.4"}), devices).start()
     with sigterm(0.1, lambda: master.close(drain=True)):
         assert_answers(master.predict(act(BAD), timeout=PATIENCE), act(BAD))
-    assert master.health().state == "closed"
+    # A handler cannot wait for a run of its own thread.
+    wait_until(lambda: master.health().state == "closed")
 
 
+@pytest.mark.parametrize("devices", [2, INLINE])
 def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
-    fake_model: FakeModel,
+    fake_model: FakeModel, devices: Any
 ) -> None:
     """Whichever answer comes first: the one that was interrupted, or that of the handler."""
     model = fake_model(when={"-1": "sleep:0.3", "2": "sleep:0.6"})
-    with fake_master(model, 2) as master:
+    with fake_master(model, devices) as master:
         calls: list[Callable[[Inputs], Inputs]] = [
             partial(master.predict, timeout=PATIENCE, shards=1),
             lambda inputs: master.submit(inputs).result(PATIENCE),

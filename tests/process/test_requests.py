@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mcinfer import InvalidInputError, Master
+from mcinfer.config import INLINE
 from tests.process.models import (
     FakeModel,
     OnnxModel,
@@ -32,9 +33,9 @@ TWO_OUTPUTS = (
 X = rows(3)["x"]
 
 
-@pytest.fixture(scope="module")
-def master(shared_master: SharedMaster) -> Master:
-    return shared_master(2)
+@pytest.fixture(scope="module", params=[2, INLINE])
+def master(request: pytest.FixtureRequest, shared_master: SharedMaster) -> Master:
+    return shared_master(request.param)
 
 
 def test_request_that_does_not_fit_is_refused_and_nothing_is_sent(master: Master) -> None:
@@ -75,8 +76,9 @@ def runs(master: Master) -> int:
 
 def test_batch_of_any_size_is_answered_row_by_row(master: Master) -> None:
     """Also batches that do not divide, are smaller than the pool, or are cut in a given number of pieces."""
+    two = 1 if master._plan.inline else 2
     for count, shards, pieces in (
-        *((1, None, 1), (2, None, 2), (7, None, 2), (64, None, 2)),
+        *((1, None, 1), (2, None, two), (7, None, two), (64, None, two)),
         *((6, 1, 1), (6, 5, 5), (6, 100, 6)),
     ):
         before = runs(master)
@@ -110,14 +112,15 @@ def test_output_that_differs_between_workers_is_named_and_requests_run_whole_the
         assert "'total'" in master.split.reason
 
 
-def test_strings_go_in_and_come_out(fake_model: FakeModel) -> None:
+@pytest.mark.parametrize("devices", [2, INLINE])
+def test_strings_go_in_and_come_out(fake_model: FakeModel, devices: Any) -> None:
     model = fake_model(
         inputs=(["words", "string", ["batch", 2]],),
         outputs=(["same", "string", ["batch", 2], {"from": "words"}],),
     )
     words = np.array([["", "café"], ["雪", "\N{GRINNING FACE}"], ["a\0b", "x" * 1000]])
     long = np.array([["é" * 375_000] * 2], dtype=object)
-    with fake_master(model, 2) as master:
+    with fake_master(model, devices) as master:
         for given in (words, words.astype(object), words.tolist()):
             same = master.predict({"words": given})["same"]
             assert same.dtype == object

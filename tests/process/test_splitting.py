@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import InvalidInputError, Limits, Master, RequestTrace, Split
+from mcinfer.config import INLINE
 from tests.process.models import AFFINE, OnnxModel, rows
 from tests.process.scripts import ROOT, run_documented
 from tests.process.waiting import wait_until
@@ -209,8 +210,11 @@ def test_first_request_of_one_row_shows_how_later_ones_split(onnx_model: OnnxMod
         assert is_split(master, rows(4))
 
 
-def test_first_of_many_small_requests_shows_that_they_may_be_joined(onnx_model: OnnxModel) -> None:
-    with Master(onnx_model(AFFINE), 1, max_batch_size=8, max_delay=0.01) as master:
+@pytest.mark.parametrize("devices", [1, INLINE])
+def test_first_of_many_small_requests_shows_that_they_may_be_joined(
+    onnx_model: OnnxModel, devices: Any
+) -> None:
+    with Master(onnx_model(AFFINE), devices, max_batch_size=8, max_delay=0.01) as master:
         assert_equal(master.submit(rows(1)).result(), {"y": rows(1)["x"] * 2 + 1})
         wait_until(lambda: master.split.settled)
         assert master.split.splits

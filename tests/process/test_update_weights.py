@@ -21,6 +21,7 @@ from mcinfer import (
     PredictTimeoutError,
     RestartPolicy,
 )
+from mcinfer.config import INLINE
 from tests.process.models import FakeModel, Inputs, OnnxModel, act, fake_master, rows
 from tests.process.waiting import (
     HeldPipe,
@@ -97,16 +98,17 @@ def test_request_after_an_update_sees_it_on_every_worker_also_one_that_is_starte
         assert master.statistics().weights_version == 8
 
 
+@pytest.mark.parametrize("devices", [2, INLINE])
 def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
-    fake_model: FakeModel,
+    fake_model: FakeModel, devices: Any
 ) -> None:
-    """Two threads replace the weights, four ask, and one kills workers."""
+    """Two threads replace the weights, four ask, and one kills workers, or has them replaced."""
     versions, stop = {0.0: 0}, threading.Event()
     answers: list[list[tuple[int, float]]] = [[] for _ in range(4)]
     numbers = itertools.count(1)
     options: dict[str, Any] = {"options": REPLACEABLE, "restart": GENEROUS, "max_batch_size": 8}
     with (
-        fake_master(fake_model(**TWO_WEIGHTS), 2, **options) as master,
+        fake_master(fake_model(**TWO_WEIGHTS), devices, **options) as master,
         ThreadPoolExecutor(8) as pool,
     ):
 
@@ -124,7 +126,9 @@ def test_no_answer_mixes_versions_nor_is_any_older_than_one_before_it(
         def kill() -> None:
             chance = random.Random(0)  # noqa: S311 no secret
             while not stop.wait(chance.uniform(0.05, 0.2)):
-                if all(state in ("ready", "busy") for state in states(master)):
+                if devices == INLINE:
+                    master.restart_workers(20.0)
+                elif all(state in ("ready", "busy") for state in states(master)):
                     os.kill(chance.choice(pids(master)), signal.SIGKILL)
 
         clients = [(0, 8, None), (1, 3, 2), (2, 1, 1), (3, 2, 1)]
@@ -226,7 +230,10 @@ m (float16[batch, 2] x) => (float16[batch, 3] y, float16[batch, 1] z)
 }"""
 
 
-def test_onnx_model_answers_with_the_new_weights_on_every_worker(onnx_model: OnnxModel) -> None:
+@pytest.mark.parametrize("devices", [2, INLINE])
+def test_onnx_model_answers_with_the_new_weights_on_every_worker(
+    onnx_model: OnnxModel, devices: Any
+) -> None:
     generator = np.random.default_rng(0)
     shapes: dict[str, Sequence[int]] = {"m": (2, 3), "b": (1,), "g": (1, 2)}
     x = generator.normal(size=(6, 2)).astype(np.float16)
@@ -238,7 +245,7 @@ def test_onnx_model_answers_with_the_new_weights_on_every_worker(onnx_model: Onn
         np.testing.assert_allclose(array, expected, rtol=2e-2, atol=2e-2)
 
     options = EngineOptions(variable_weights=["m", "b", "g"], prepare="never")
-    with Master(onnx_model(TWO_PRODUCTS), 2, options=options) as master:
+    with Master(onnx_model(TWO_PRODUCTS), devices, options=options) as master:
         assert [spec.name for spec in master.inputs] == ["x"]
         assert [(spec.name, spec.shape) for spec in master.weights] == [*shapes.items()]
         before = master.predict({"x": x})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer import Master
+from mcinfer.inline import InlinePool
 from mcinfer.runtime.inbox import Question
 from mcinfer.runtime.loop import Loop
 
@@ -53,6 +54,8 @@ def wait_for_states(master: Master, *expected: str, timeout: float = 30.0) -> No
 
 def in_line(master: Master) -> int:
     """How many callers wait for room in the queue."""
+    if isinstance(master._loop, InlinePool):
+        return len(master._loop.line)
     return len(loop_of(master).admission.places.waiting)
 
 
