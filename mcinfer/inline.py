@@ -285,8 +285,7 @@ class InlinePool(Doors):
             # While requests come, the next one would wake it.
             self._look_at = now + self._rules.timeouts.predict
         self._seen = self.table.accepted
-        wait = self._look_at - now
-        self._keeper.wait(None if wait == math.inf else min(max(wait, 0.0), _LONGEST_WAIT))
+        self._keeper.wait(min(self._look_at - now, _LONGEST_WAIT))
 
     def _end(self) -> None:
         self.finished = self.closing = True
@@ -419,7 +418,7 @@ class InlinePool(Doors):
         """Wait for the end of a run, or of the pool; the lock is held, and not meanwhile."""
         self._waiting += 1
         try:
-            self._ended.wait(None if seconds == math.inf else min(seconds, _LONGEST_WAIT))
+            self._ended.wait(min(seconds, _LONGEST_WAIT))
         finally:
             self._waiting -= 1
 
@@ -452,10 +451,8 @@ class InlinePool(Doors):
             self._give(lane, [self._jobs[number] for number, _ in shards], now)
             return lane
         if not self.finished:
-            wait = math.inf
-            if lane is not None:
-                wait = min(self._queue.next_due(), self._joining.due) - now
-            self._work.wait(None if wait == math.inf else wait)
+            due = math.inf if lane is None else min(self._queue.next_due(), self._joining.due)
+            self._work.wait(min(due - now, _LONGEST_WAIT))
         return None
 
     def _most(self, now: float, waiting: int, full: bool) -> int:
