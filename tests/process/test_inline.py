@@ -19,6 +19,7 @@ from mcinfer import (
     ClosedError,
     EngineOptions,
     InvalidInputError,
+    Limits,
     Master,
     PredictError,
     PredictTimeoutError,
@@ -242,6 +243,24 @@ def test_master_that_is_garbage_leaves_no_thread_whatever_it_was_at(
     gc.collect()
     assert isinstance(future.exception(20.0), ClosedError)
     wait_until(lambda: not threads())
+
+
+def test_event_loop_waits_for_no_place_though_runs_are_quick(fake_model: FakeModel) -> None:
+    limits = Limits(queue=1, when_queue_full="wait")
+    model = fake_model(when={"-1": "sleep:60"})
+    with fake_master(model, INLINE, limits=limits, inline_threads=2) as master:
+        for _ in range(200):
+            master.predict(rows(1))
+        slow = master.submit(act(HANGS))
+        wait_for_states(master, "busy")
+
+        async def ask() -> Any:
+            task = asyncio.create_task(master.predict_async(rows(1), timeout=20.0))
+            await asyncio.sleep(0)
+            assert slow.cancel()
+            return await task
+
+        assert_answers(asyncio.run(ask()), rows(1))
 
 
 def test_ctrl_c_anywhere_in_a_call_leaves_a_whole_pool(fake_model: FakeModel) -> None:
