@@ -451,7 +451,9 @@ class InlinePool(Doors):
             self._give(lane, [self._jobs[number] for number, _ in shards], now)
             return lane
         if not self.finished:
-            due = math.inf if lane is None else min(self._queue.next_due(), self._joining.due)
+            due = math.inf
+            if lane is not None and self._queue.items:  # else none waits for company any more
+                due = min(self._queue.next_due(), self._joining.due)
             self._work.wait(min(due - now, _LONGEST_WAIT))
         return None
 

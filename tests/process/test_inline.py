@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,20 @@ def test_master_that_is_garbage_leaves_no_thread_whatever_it_was_at(
     gc.collect()
     assert isinstance(future.exception(20.0), ClosedError)
     wait_until(lambda: not threads())
+
+
+def test_threads_rest_once_a_request_that_waited_for_company_is_gone(
+    fake_model: FakeModel,
+) -> None:
+    with fake_master(fake_model(), INLINE, max_batch_size=8) as master:
+        pool = master._loop
+        assert isinstance(pool, inline.InlinePool)
+        with pool.no_run():  # at its end the threads look
+            pool._joining.due = time.monotonic()
+        before = time.process_time()
+        until = time.monotonic() + 0.5
+        wait_until(lambda: time.monotonic() > until)
+        assert time.process_time() - before < 0.1
 
 
 def test_event_loop_waits_for_no_place_though_runs_are_quick(fake_model: FakeModel) -> None:
