@@ -193,7 +193,8 @@ def test_event_loop_goes_on_while_its_tasks_wait_for_room(
                 assert_answers(await asyncio.wait_for(task, 20.0), rows(count))
 
         asyncio.run(ask())
-        assert master.statistics().succeeded == 3
+        # That thread may have run it before its future could be cancelled.
+        assert master.statistics().succeeded in (3, 3 + (devices == INLINE))
 
 
 def test_ctrl_c_while_waiting_leaves_the_line_in_order(fake_model: FakeModel) -> None:
