@@ -121,6 +121,9 @@ class InlinePool(Doors):
         self._ended = threading.Condition(self._lock)  # a run, or the pool
         self._delivery = Delivery(f"{self._name} on {INLINE}")
         self._delivers = False
+        self._own: set[int] = set()  # the threads of the pool
+        self._calls: deque[Callable[[], object]] = deque()
+        self._may_call, self._calling = threading.Lock(), 0  # the thread that makes them
         self.failure: McinferError | None = None
         self.model: ModelInMemory | None = None
         self._close_at = self._end_at = math.inf  # of draining, of closing
@@ -424,12 +427,15 @@ class InlinePool(Doors):
 
     def _serve(self) -> None:
         """A thread of the pool: run what waits."""
+        self._own.add(threading.get_ident())
         while not self.finished:
             try:
                 with self._lock:
                     lane = self._take_next()
                 if lane is not None:
                     self._run(lane)
+                    del lane  # or callbacks would run with what it held
+                    self._make_calls()
             except BaseException as exc:  # raised from outside; a traceback would hold this
                 _log.error("%s was raised in a thread of the pool, which goes on", repr(exc))
 
@@ -583,12 +589,26 @@ class InlinePool(Doors):
     check_wait = Doors.check_process
 
     def may_wait(self) -> bool:
-        return threading.get_ident() != self._delivery.ident
+        return threading.get_ident() not in (self._delivery.ident, self._calling)
 
     def deliver(self, call: Callable[[], object]) -> None:
-        """Have a thread make a call, which starts with the first one."""
+        """Have a call made: by this thread after its run if it is of the pool, else by one for that."""
+        if threading.get_ident() in self._own:
+            self._calls.append(call)
+            return
         self._start_delivery()
         self._delivery.put(call)
+
+    def _make_calls(self) -> None:
+        """Make those of callbacks, one after another: here, unless another thread is at it."""
+        while self._calls and self._may_call.acquire(blocking=False):
+            try:
+                self._calling = threading.get_ident()
+                while self._calls:
+                    self._calls.popleft()()
+            finally:
+                self._calling = 0
+                self._may_call.release()
 
     def _start_delivery(self) -> None:
         with self._lock:
