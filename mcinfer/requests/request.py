@@ -124,10 +124,18 @@ class Outcome(Generic[T]):
         self.future: OutcomeFuture[T] | None = None
 
     def settle(self, error: BaseException | None = None, *, cancelled: bool = False) -> None:
-        """Set it and wake all waiting threads; for the loop alone, once."""
+        """Set it, and wake who waits; for the loop alone, once."""
+        self.set_ending(error, cancelled=cancelled)
+        self.wake()
+
+    def set_ending(self, error: BaseException | None, *, cancelled: bool) -> None:
+        """Set it; `wake` is to follow."""
         self.error = error
         self.was_cancelled = cancelled
         self.settled = True
+
+    def wake(self) -> None:
+        """Wake all waiting threads, and what else the future has to announce it to."""
         for lock in tuple(self._locks):
             lock.release()
         future, self.future = self.future, None  # or they would hold each other

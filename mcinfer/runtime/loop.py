@@ -56,7 +56,7 @@ from mcinfer.shm.descriptors import WakeUp
 from mcinfer.specs import ModelSpec, specs_of
 from mcinfer.statistics import Statistics, TraceHook
 
-_MAX_MESSAGES = 256  # in one turn: one worker must not delay the others
+_MAX_MESSAGES = 32  # in one turn: one worker must not delay the others, nor the callers
 _ROUNDED = (
     0.002  # seconds: epoll's time is in milliseconds, rounded up, which is long beside a short run
 )
@@ -108,6 +108,7 @@ class Loop:
         self._trace = trace
         self._ended = WakeUp()
         self._readable = True  # whether there may be messages
+        self._settled: list[Request] = []  # in this turn; their callers are to be woken
         self._run_claims = [True]
         self._thread: threading.Thread | None = None
 
@@ -290,6 +291,8 @@ class Loop:
             admission.look(now)
         if places.waiting:
             places.serve()
+        if self._settled:
+            self._wake_callers()
         if self._readable or inbox or news or self.inbox.finished:
             return
         self.inbox.asleep = True
@@ -316,6 +319,15 @@ class Loop:
             self._receive()  # also their last messages
             self.supervision.note_ends(ended)
             self._readable = True
+
+    def _wake_callers(self) -> None:
+        """Wake the callers of what was settled, at the end of a turn.
+
+        Each would take the interpreter's lock at the next call of ZeroMQ, and the loop would wait for it.
+        """
+        for request in self._settled:
+            request.wake()
+        self._settled.clear()
 
     def _end(self, seconds: float | None, *, drain: bool = False) -> None:
         """Nothing once the loop has ended: then it is called in any thread, also by a finalizer."""
@@ -354,6 +366,7 @@ class Loop:
                 last.callback(arena.close)
             last.callback(self._poll.close)
             last.callback(self._connections.close)
+            last.callback(self._wake_callers)
 
     def _refuse_all(self) -> None:
         self.admission.refuse_all()
@@ -487,7 +500,11 @@ class Loop:
         request = self.admission.places.requests[entry.number]
         future = request.future
         request.copies = request.copies or self.arena.crowded
-        request.settle(error, cancelled=entry.ending == "cancelled")
+        request.set_ending(error, cancelled=entry.ending == "cancelled")
+        if self._scheduler.table.in_flight:
+            self._settled.append(request)
+        else:
+            request.wake()  # no other answer is to come
         if self._trace is not None:
             hook, context = self._trace(), request.context
             if hook is not None and context is not None:
