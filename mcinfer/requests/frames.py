@@ -27,6 +27,9 @@ from mcinfer.specs import ModelSpec
 Views = tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...]
 """Name, shape, type and start of arrays in one piece of memory."""
 
+_SMALL_BYTES = 1 << 16
+"""Up to here a copy takes less than to get the interpreter's lock back, which NumPy's gives away."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Frame:
@@ -37,6 +40,7 @@ class Frame:
         bodies: By shard, the references to it as PREDICT carries them.
         references: By shard, the same references, not encoded.
         views: Arrays to copy inputs into, if each input is one array.
+        raw: By view, its bytes, if it is small and the type one of Python's buffers; else None.
         interface: The memory as NumPy's array interface describes it.
     """
 
@@ -45,6 +49,7 @@ class Frame:
     bodies: tuple[bytes, ...]
     references: tuple[tuple[TensorRef, ...], ...]
     views: tuple[NDArray[Any], ...]
+    raw: tuple[memoryview | None, ...]
     interface: dict[str, Any]
 
 
@@ -89,7 +94,13 @@ def make_frame(
         "data": (slot.address, False),
     }
     bodies = tuple(map(encode_references, references))
-    return Frame(slot, frozenset((slot.block,)), bodies, references, views, interface)
+    raw = tuple(map(_raw, views))
+    return Frame(slot, frozenset((slot.block,)), bodies, references, views, raw, interface)
+
+
+def _raw(view: NDArray[Any]) -> memoryview | None:
+    is_small = 0 < view.nbytes <= _SMALL_BYTES and view.dtype.isbuiltin == 1
+    return view.data.cast("B") if is_small else None
 
 
 def is_leased(array: Any) -> bool:

@@ -348,8 +348,10 @@ class Planner(InputReader):
         try:
             if plan.inputs.is_simple and held is not None:
                 frame = held.ticket.frame
-                for view, array in zip(frame.views, arrays, strict=True):
-                    if view.nbytes < LARGE_BYTES:
+                for view, raw, array in zip(frame.views, frame.raw, arrays, strict=True):
+                    if raw and array.flags.c_contiguous and array.dtype is view.dtype:
+                        raw[:] = array.data.cast("B")
+                    elif view.nbytes < LARGE_BYTES:
                         np.copyto(view, array, "equiv")
                     else:
                         self._copier.copy(view, array)
