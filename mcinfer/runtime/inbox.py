@@ -28,7 +28,7 @@ from mcinfer.runtime.admission import Admission, Allocation, refuse
 from mcinfer.runtime.delivery import Delivery
 from mcinfer.scheduler.dispatch import RequestTable
 from mcinfer.shm.arena import Arena, SharedBlock, Slot
-from mcinfer.shm.descriptors import WakeUp
+from mcinfer.shm.descriptors import WakeUp, eventfd_write
 
 T = TypeVar("T")
 
@@ -289,7 +289,7 @@ class Inbox(Doors):
             place.is_reached = all(str(device) in reached for reached in self._reached.values())
 
     def ring(self) -> None:
-        os.eventfd_write(self.bell.fd, 1)  # which lives as long as the loop's object
+        eventfd_write(self.bell.fd, 1)  # which lives as long as the loop's object
 
     def post(self, item: "Question[Any] | Allocation") -> None:
         self.items.append(item)

@@ -15,7 +15,6 @@ thread, which is never the loop. The loop runs no user code, and takes no lock t
 import atexit
 import logging
 import math
-import os
 import select
 import threading
 from collections.abc import Iterable, Sequence
@@ -151,7 +150,8 @@ class Loop:
             opened.callback(self._connections.close)
             self._poll = self.supervision.poll = select.epoll()
             opened.callback(self._poll.close)
-            self._poll.register(self.inbox.bell.fd, select.EPOLLIN)
+            # Each ring is seen once, so that nothing has to read it.
+            self._poll.register(self.inbox.bell.fd, select.EPOLLIN | select.EPOLLET)
             self._poll.register(self._transport.fd, select.EPOLLIN)
             atexit.register(self.close)
             opened.callback(atexit.unregister, self.close)
@@ -309,9 +309,7 @@ class Loop:
         self.inbox.asleep = False
         bell, ended = self.inbox.bell.fd, []
         for fd, _ in ready:
-            if fd == bell:
-                os.eventfd_read(bell)
-            else:
+            if fd != bell:
                 self._readable = True
                 if fd != self._transport.fd:
                     ended.append(fd)

@@ -3,6 +3,7 @@
 The sockets are `SOCK_SEQPACKET`, so that bytes and descriptors stay together (unix(7)).
 """
 
+import ctypes
 import errno
 import os
 import socket
@@ -13,6 +14,11 @@ from mcinfer.errors import ProtocolError
 
 CREDENTIALS = struct.Struct("=iII")
 """struct ucred: pid, user id, group id."""
+
+eventfd_write = ctypes.PyDLL(None).eventfd_write
+"""eventfd_write(3), which keeps the interpreter's lock: `os.eventfd_write` hands it to the thread that this
+wakes, and waits for it. It sets no error."""
+eventfd_write.argtypes = [ctypes.c_int, ctypes.c_uint64]
 
 _DESCRIPTOR = struct.Struct("=i")
 _MAX_DESCRIPTORS = 4
@@ -114,7 +120,7 @@ class WakeUp:
     def set(self) -> None:
         """Make it readable. Takes no lock and never waits."""
         if self.fd >= 0:
-            os.eventfd_write(self.fd, 1)
+            eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Make it unreadable; the thread that saw it readable calls this."""
