@@ -30,7 +30,7 @@ from mcinfer.serve.documents import (
     document_of,
     read_json,
 )
-from mcinfer.serve.inference import Inference, status_of
+from mcinfer.serve.inference import Inference, checked, status_of
 from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.service import ServeOptions, Service
 from mcinfer.serve.tensors import DATATYPES, bytes_of, from_bytes, json_of, raw_shape
@@ -188,8 +188,11 @@ class _Body:
             memory[: len(part)] = part
             memory = memory[len(part) :]
 
-    async def read(self, size: int) -> bytes:
+    async def read(self, size: int) -> bytes | memoryview:
         """The next bytes, exactly so many. They take memory as they come, not as a client promises them."""
+        if len(self.part or await self._next()) >= size:
+            whole, self.part = self.part[:size], self.part[size:]
+            return whole
         found = bytearray()
         while len(found) < size:
             found += await self._some(size - len(found))
@@ -281,18 +284,19 @@ class _Infer:
         length = int(said) if said.isdigit() and len(said) < 10 else -1
         if length > _MAX_JSON_BYTES or (length < 0 and _LENGTH in headers):
             raise InvalidInputError(f"Inference-Header-Content-Length: got {_text(said)}")
-        if is_raw := length == 0:
+        regions = self._service.regions
+        if length == 0:
             asked, raw = _raw(instance, await body.rest(self._service.options.max_request_bytes))
             body.part = memoryview(raw)
+            request = Inference(asked, instance, regions, binary=True)
+            others = request.read()
         else:
             text = await (body.read(length) if length > 0 else body.rest())
-            asked = read_json(InferDocument, text)
-        request = Inference(asked, instance, self._service.regions, binary=is_raw)
-        others = request.read()
+            request, others = checked(bytes(text), instance, regions)
         body.check(sum(size for _, size in others))
-        request.allocate([head for head, _ in others])
+        request.allocate(others)
         for head, size in others:
-            if head.shareable:
+            if head.spec.name in request.arrays:
                 await body.read_into(bytes_of(request.arrays[head.spec.name]))
             else:
                 request.arrays[head.spec.name] = from_bytes(head, await body.read(size))

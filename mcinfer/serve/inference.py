@@ -6,10 +6,8 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import (
@@ -21,7 +19,7 @@ from mcinfer.errors import (
     WorkerDiedError,
     shortened,
 )
-from mcinfer.serve.documents import InferDocument
+from mcinfer.serve.documents import InferDocument, read_json
 from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.regions import Region, Regions
 from mcinfer.serve.tensors import TensorHead, bytes_of, from_bytes, from_json
@@ -29,6 +27,9 @@ from mcinfer.specs import TensorSpec
 
 _SMALL_BYTES = 1 << 20
 """Inputs below are copied to shared memory with their request: to ask for a place there takes longer."""
+
+_MOST_KNOWN, _LONGEST_KNOWN = 64, 4096
+"""Of a model, requests that are checked once, and bytes of JSON of each."""
 
 _log = logging.getLogger("mcinfer.serve")
 
@@ -104,22 +105,26 @@ class Inference:
                 others.append((head, size))
             elif region is None:
                 self.arrays[name] = from_json(head)
-            elif head.shareable:
+            elif head.shareable and region.size >= _SMALL_BYTES:
                 head.check_bytes(region.size)
-                self.allocate([head])
+                self.allocate([(head, region.size)])
                 region.read_into(bytes_of(self.arrays[name]))
             else:
                 self.arrays[name] = from_bytes(head, region.read())
         return others
 
-    def allocate(self, heads: Sequence[TensorHead]) -> None:
-        """Give inputs that workers can read in place an array each; the content is still to come."""
-        for head in heads:
-            name, shape, dtype = head.spec.name, head.given.shape, head.spec.dtype
-            if head.shareable and prod(shape) * dtype.itemsize < _SMALL_BYTES:
-                self.arrays[name] = np.empty(shape, dtype)
-            elif head.shareable:
-                self.arrays.update(self._instance.master.allocate({name: shape}))
+    def again(self) -> "Inference":
+        """The same request once more, without the values."""
+        other = object.__new__(Inference)
+        other.__dict__ |= {**self.__dict__, "arrays": {}}
+        return other
+
+    def allocate(self, others: Sequence[tuple[TensorHead, int]]) -> None:
+        """Give inputs of many bytes, which workers read in place, an array each; the content is to come."""
+        for head, size in others:
+            if head.shareable and size >= _SMALL_BYTES:
+                shapes = {head.spec.name: head.given.shape}
+                self.arrays.update(self._instance.master.allocate(shapes))
 
     async def run(self) -> list[NDArray[Any]]:
         """The outputs, in order; what clients want in their shared memory is written there.
@@ -140,6 +145,26 @@ class Inference:
             if wish.region is not None:
                 wish.region.write(bytes_of(answer[wish.spec.name]))
         return [answer[name] for name in names]
+
+
+def checked(
+    text: bytes, instance: Instance, regions: Regions
+) -> tuple[Inference, list[tuple[TensorHead, int]]]:
+    """A request in JSON, and what `Inference.read` gives; the same errors.
+
+    Clients send the same again and again, with other values as bytes after it: that is checked once.
+    """
+    found = instance.asked.get(text) if len(text) <= _LONGEST_KNOWN else None
+    if found is None:
+        request = Inference(read_json(InferDocument, text), instance, regions)
+        found = request, request.read()
+        has_regions = any(wish.region for wish in request.wishes)
+        if request.arrays or has_regions or len(text) > _LONGEST_KNOWN:
+            return found
+        if len(instance.asked) == _MOST_KNOWN:
+            instance.asked.clear()
+        instance.asked[text] = found
+    return found[0].again(), found[1]
 
 
 def _by_name(

@@ -65,6 +65,7 @@ class Instance:
         usual_priority: Of requests that say none.
         config: ``ModelConfig`` as JSON.
         last: When a request last came, in seconds since 1970; 0 if none did.
+        asked: By their JSON, requests that were checked; see `mcinfer.serve.inference.checked`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Instance:
         self.master, self.version, self.joins = master, version, joins
         self.usual_priority, self.config = priority, config
         self.last = 0.0
+        self.asked: dict[bytes, Any] = {}
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()

@@ -128,7 +128,7 @@ def _numbers(data: list[Any], kind: str, dtype: np.dtype[Any]) -> NDArray[Any] |
         )
 
 
-def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
+def from_bytes(head: TensorHead, data: bytes | memoryview) -> NDArray[Any]:
     """The tensor that the bytes are: an array over them, but of strings.
 
     Raises:
@@ -138,7 +138,7 @@ def from_bytes(head: TensorHead, data: bytes) -> NDArray[Any]:
     if head.spec.element_type != STRING:
         return np.frombuffer(data, head.spec.dtype).reshape(head.given.shape)
     values: list[bytes] = []
-    place, most = 0, prod(head.given.shape)
+    place, most, data = 0, prod(head.given.shape), bytes(data)
     while place < len(data) and len(values) <= most:
         start = place + 4
         length = struct.unpack_from("<I", data, place)[0] if start <= len(data) else len(data)
