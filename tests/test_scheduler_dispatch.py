@@ -66,6 +66,21 @@ def test_short_runs_and_those_of_a_check_keep_their_part_of_the_cpu() -> None:
     assert is_wide(pool.handle_request(1.0, 2, (1,), 10.0)) == [False]
 
 
+def test_run_is_wide_once_no_two_requests_have_met_for_a_while() -> None:
+    pool, widths, seconds = wide_pool(), [], 2 * WIDE_RUN
+    for request in (2, 3):
+        pool.handle_request(1.0, request, (1,), 10.0, may_be_wide=True)
+    for worker, request in enumerate((2, 3)):
+        pool.handle_message(1.0, worker, reply(request, seconds=0.0))
+    for request in range(4, 64):
+        now = 1.0 + (request - 3) * seconds
+        widths += is_wide(pool.handle_request(now, request, (1,), 10.0, may_be_wide=True))
+        answer = replace(reply(request, seconds=seconds), wide=widths[-1])
+        pool.handle_message(now + seconds, 0, answer)
+    assert widths.index(True) > 10
+    assert all(widths[-15:])
+
+
 def test_worker_whose_wide_runs_become_short_goes_back_to_its_part() -> None:
     pool, widths = wide_pool(), []
     for request in range(2, 20):

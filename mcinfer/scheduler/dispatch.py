@@ -26,6 +26,7 @@ from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTra
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
 WIDE_RUN = 0.0003  # seconds that a run takes on its worker's own cores, from which on others help
+APART_RUNS = 20  # runs' time that no two requests may have met for, before one has the whole CPU
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 
 _FORGETTING = 0.9  # factor, for each run, of an earlier longer run's duration
@@ -258,11 +259,14 @@ class Dispatch:
         self._table = table
         self._sink = sink
         self.joining = Joining(rules.max_batch_size, waits=not rules.max_delay)
+        self._met = -math.inf  # when a request came last while another one was in flight
 
     def enter(
         self, entry: Entry, now: float, priority: int, join: tuple[Hashable, int] | None
     ) -> None:
         """Give the shards of a new request to workers, or have them wait; see `Scheduler.handle_request`."""
+        if self._table.in_flight > 1:
+            self._met = now
         queue, request, given = self.queue, entry.number, []
         entry.may_join = join is not None
         gathers = self._gathers
@@ -365,20 +369,21 @@ class Dispatch:
             w.began = now
             # So short a run gains nothing from more threads.
             if w.usual_seconds >= WIDE_RUN and w.build.wide_cores:
-                run.wide = self._is_alone(w, members)
+                run.wide = self._is_alone(w, members, now)
         w.runs.append(run)
         w.state = WorkerState.BUSY
         return run
 
-    def _is_alone(self, w: Worker, members: tuple[ShardId, ...]) -> bool:
+    def _is_alone(self, w: Worker, members: tuple[ShardId, ...], now: float) -> bool:
         """Whether a worker's next run is to have the whole CPU: nothing else of the pool needs a part of it.
 
+        Nor is likely to during the run: requests that come at random meet now and then.
         Not the first run of all, nor one that a worker may have died of, nor those of a worker that dies of
         wide runs, such as for lack of memory.
         """
         if len(members) > 1 or self.queue.items or w.usual_seconds == math.inf:
             return False
-        if w.wide_deaths >= MAX_DEATHS:
+        if w.wide_deaths >= MAX_DEATHS or now - self._met < APART_RUNS * w.usual_seconds:
             return False
         entry = self._table.entries[members[0][0]]
         if not entry.may_be_wide or len(entry.rows) > 1 or entry.attempts[0] > 1:
