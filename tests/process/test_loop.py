@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
@@ -22,6 +22,7 @@ from mcinfer import (
     QueueFullError,
     Timeouts,
 )
+from mcinfer.requests.request import OutcomeFuture
 from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.waiting import (
     call_in_loop,
@@ -225,19 +226,24 @@ def test_finalizer_in_the_loop_that_would_wait_is_refused_at_once(fake_model: Fa
 def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fault of mcinfer itself: here a call that ends the loop's thread."""
+    """A fault of mcinfer itself: here a call that ends the loop's thread, after it has settled a request."""
     caplog.set_level(logging.CRITICAL + 1, "mcinfer.master")  # a record would hold the traceback
-    with fake_master(fake_model(run="sleep:30"), 2) as master:
+    with fake_master(fake_model(run="sleep:30"), 2) as master, ThreadPoolExecutor(1) as caller:
         workers = pids(master)
-        waiting = [master.submit(act(1.0)) for _ in range(8)]
-
-        once = [SystemExit()]
+        first, *waiting = [master.submit(act(1.0)) for _ in range(9)]
+        assert isinstance(first, OutcomeFuture)
+        outcome, once = first.outcome, [SystemExit()]
+        answer = caller.submit(first.result, 2 * PATIENCE)
+        wait_until(lambda: bool(outcome._locks), PATIENCE)
 
         def fail() -> None:
             if once:
+                loop_of(master).inbox.admission.places.cancel(outcome)
                 raise once.pop()
 
         call_in_loop(master, fail)
+        with pytest.raises(CancelledError):
+            answer.result(PATIENCE)
         for future in waiting:
             with pytest.raises(ClosedError, match="the master failed"):
                 future.result(PATIENCE)
