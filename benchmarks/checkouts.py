@@ -12,12 +12,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -62,7 +61,7 @@ class Checkout:
 
 def serve(model: str) -> None:
     """Measure what the lines of the input ask for: the seconds of a request, each time."""
-    from measuring import Effort, in_turns, rate_of_callers
+    from measuring import Effort, answer, in_turns, rate_of_callers
 
     import mcinfer
 
@@ -76,12 +75,8 @@ def serve(model: str) -> None:
                 found = in_turns(way, Effort(rounds=1, seconds=seconds))[""].middle
             else:
                 submit = partial(master.submit, inputs)
-                found = 1 / rate_of_callers(partial(_answer, submit), int(of), seconds)
+                found = 1 / rate_of_callers(partial(answer, submit), int(of), seconds)
             print(found, flush=True)
-
-
-def _answer(submit: Callable[[], Any]) -> object:
-    return submit().result()
 
 
 def compare() -> int:

@@ -7,7 +7,7 @@ needs: one caller whose batch is split over two workers, in four sizes, also aga
 of 8 KB of 1, 4 and 16 callers, and of one with many futures (`callers`); runs of a millisecond, also against
 threads on one session (`runs`). Where mcinfer takes longer than the path with all, its own steps cost it;
 where that path does not do better, the architecture does. Last, requests that may be joined, over requests
-that may not (`joins`).
+that may not (`joins`), and an inline master beside a plain session, 8 KB, in the caller's process (`inline`).
 """
 
 import sys
@@ -20,8 +20,10 @@ import numpy as np
 from measuring import (
     Lines,
     Ratio,
+    Series,
     Setting,
     a_second,
+    answer,
     in_turns,
     main,
     rate_of_callers,
@@ -57,6 +59,8 @@ LEAST_PIPE = {"8 KB": 0.6, "0.8 MB": 3.0, "8 MB": 10.0, "64 MB": 25.0}
 """By size, how many times as long as a predict the pipe is to take."""
 LEAST_RATE = {1: None, 4: 0.5, 16: 0.5}
 """By callers, what part of the bare path's requests per second is wanted."""
+MOST_INLINE = 15.0
+"""Microseconds that an inline predict may add to the session's run."""
 
 
 def pipe_of(model: str) -> Pipe:
@@ -146,10 +150,6 @@ def measure_callers(setting: Setting) -> Lines:
         yield from rates(title, ways, setting.rounds, SUBMIT)
 
 
-def answer(submit: Callable[[], Any]) -> object:
-    return submit().result()
-
-
 def rates(
     title: str,
     ways: Mapping[str, Callable[[], float]],
@@ -220,11 +220,30 @@ def measure_joins(setting: Setting) -> Lines:
                 )
 
 
+def measure_inline(setting: Setting) -> Lines:
+    """One request of 8 KB: what an inline master adds to the session's own run."""
+    model = str(identity_model(setting.folder / "identity.onnx"))
+    inputs = normal(BATCH, SIZES["8 KB"])
+    session = open_session(model, 1, ["CPUExecutionProvider"])
+    with Master(model, "inline") as master:
+        ways = {
+            "session.run": partial(session.run, None, inputs),
+            PREDICT: partial(master.predict, inputs),
+        }
+        series = in_turns(ways, setting.effort(0.25))
+    yield series_table("8 KB, inline", series)
+    pairs = zip(series[PREDICT].values, series["session.run"].values, strict=True)
+    more = Series(tuple(1e6 * (ours - plain) for ours, plain in pairs))
+    text = f"µs of {PREDICT} beside those of session.run"
+    yield str(Ratio(text=text, series=more, bound=MOST_INLINE, at_least=False))
+
+
 PARTS = {
     "split": measure_split,
     "callers": measure_callers,
     "runs": measure_runs,
     "joins": measure_joins,
+    "inline": measure_inline,
 }
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -112,6 +113,10 @@ def rate_of_callers(call: Way, callers: int, seconds: float) -> float:
     return len(outcome.answers) / outcome.seconds
 
 
+def answer(submit: Callable[[], Any]) -> object:
+    return submit().result()
+
+
 def rate_of_futures(submit: Callable[[], Any], seconds: float, under_way: int) -> float:
     """Answers a second of one thread that always has so many futures under way."""
     waiting: deque[Any] = deque(submit() for _ in range(under_way))
@@ -124,6 +129,19 @@ def rate_of_futures(submit: Callable[[], Any], seconds: float, under_way: int) -
     while waiting:
         waiting.popleft().result()
     return rate
+
+
+def used_seconds() -> float:
+    """Seconds of processor time that this process and its children have used so far."""
+    own = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in (own, *own.children(recursive=True)))
+
+
+def others_seconds() -> float:
+    """Seconds of these cores that all other programs and the host have used so far."""
+    cores = os.sched_getaffinity(0)
+    times = [t for i, t in enumerate(psutil.cpu_times(percpu=True)) if i in cores]
+    return float(sum(sum(t) - t.idle - t.iowait for t in times)) - used_seconds()
 
 
 # Memory.
@@ -242,6 +260,28 @@ def write_page(path: Path, parts: Mapping[str, str]) -> None:
             raise SystemExit(f"{path}: expected a line '<!-- {name}: begin -->', and its end below")
         page = marked.sub(lambda match, part=part: f"{match[1]}\n{part}\n\n{match[2]}", page)  # type: ignore[misc]
     path.write_text(page, encoding="utf-8")
+
+
+# Pictures, which need matplotlib.
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches."""
+    # The same numbers make the same file.
+    import_module("matplotlib").rcParams["svg.hashsalt"] = "mcinfer"
+    # Not pyplot: that would look for a screen, and keep the figure.
+    make = import_module("matplotlib.figure").Figure
+    return make(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write it in the format that the file's suffix names."""
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """The option that asks for them."""
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="where to draw the figures")
 
 
 # The command line.

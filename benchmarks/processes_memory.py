@@ -13,13 +13,11 @@ The sum counts the programs themselves and all processes that they started. `--w
 the marks of a page; `--plot` draws it, which needs matplotlib.
 """
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,10 +29,13 @@ from measuring import (
     Ratio,
     Series,
     Setting,
+    add_plot,
+    figure,
     main,
     markdown,
     pss_with_children,
     rates_in_turns,
+    save_figure,
 )
 from models import BERT, Arrays, Model, bert_model, normal, unet_inputs, unet_model
 
@@ -240,14 +241,8 @@ def measure(setting: Setting) -> Lines:
 
 def draw(curves: Sequence[Curves], path: Path) -> None:
     """Draw one panel for each model, in the format that the file's suffix names."""
-    matplotlib = import_module("matplotlib")
-    # The same numbers make the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "mcinfer"
-    # Not pyplot: that would look for a screen, and keep the figure.
-    figure = import_module("matplotlib.figure").Figure(
-        figsize=(5 * len(curves), 4.2), layout="constrained"
-    )
-    for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
+    picture = figure(5.0 * len(curves), 4.2)
+    for axes, curve in zip(picture.subplots(1, len(curves), squeeze=False)[0], curves, strict=True):
         for way, sizes in curve.pss.items():
             (colour, marker, place, align), megabytes = LINES[way], [s / MEGABYTE for s in sizes]
             axes.plot(COUNTS, megabytes, marker=marker, color=colour, label=WAYS[way])
@@ -266,12 +261,8 @@ def draw(curves: Sequence[Curves], path: Path) -> None:
         axes.set_ylim(0, 1.12 * max(max(sizes) for sizes in curve.pss.values()) / MEGABYTE)
         axes.grid(visible=True, alpha=0.3)
         axes.legend(loc="upper left", frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the memory: .svg or .png")
+    save_figure(picture, path)
 
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, {"processes": measure}, rounds=3, cores=None, add_options=add_options))
+    sys.exit(main(__doc__, {"processes": measure}, rounds=3, cores=None, add_options=add_plot))
