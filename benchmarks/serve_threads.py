@@ -29,6 +29,7 @@ def session_of_one_thread(model: str) -> ort.InferenceSession:
 
 def main(model: str, port: int) -> None:
     from mcinfer.cli.server import Endpoint, run
+    from mcinfer.serve.configuration import Configuration
     from mcinfer.serve.models import Instance, Models
     from mcinfer.serve.service import ServeOptions
     from mcinfer.specs import TensorSpec
@@ -65,9 +66,11 @@ def main(model: str, port: int) -> None:
             self._threads.shutdown()
 
     class Sessions(Models):
-        async def _open(self, *_: object) -> Instance:
+        async def _open(self, name: str, place: Path, *_: object) -> dict[str, Instance]:
             master: Any = Session()
-            return Instance(master, "1", 1, 0, {"platform": "onnxruntime_onnx"})
+            instance = Instance(master, "1", 1, Configuration(place, name))
+            instance.config = {"platform": "onnxruntime_onnx"}
+            return {"1": instance}
 
     models = Sessions({"model": Path(model)}, None, lambda _: {})
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

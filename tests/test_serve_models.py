@@ -1,4 +1,4 @@
-"""Tests of mcinfer/serve: models and their configurations, messages, and what is public."""
+"""Tests of mcinfer/serve: models as they come and go, messages, and what is public."""
 
 import asyncio
 import json
@@ -7,16 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 import mcinfer.serve
-from mcinfer import EngineOptions, InvalidInputError, Limits, Master, Timeouts
-from mcinfer.serve import models
-from mcinfer.serve.inference import public
-from mcinfer.serve.messages import message
+from mcinfer import EngineOptions, InvalidInputError, Master
+from mcinfer.serve.documents import InferDocument, InputDocument, TensorParameters
+from mcinfer.serve.inference import Inference, public
 from mcinfer.serve.models import Models, RefusedError
+from mcinfer.serve.regions import Regions
+from mcinfer.serve.service import ServeOptions, Service
 
 FOLDER = Path(mcinfer.serve.__file__).parent
 
@@ -28,81 +30,6 @@ def test_compiled_messages_are_those_of_the_file_beside_them(tmp_path: Path) -> 
     kind = descriptor_pb2.FileDescriptorSet
     have = (FOLDER / "inference.binpb").read_bytes()
     assert kind.FromString(have) == kind.FromString(target.read_bytes()), "run: make proto"
-
-
-def options_of(text: str) -> dict[str, Any]:
-    config = message("ModelConfig")()
-    models._read_config(config, Path("unused"), text)
-    before = {"limits": Limits(memory_bytes=1 << 20), "timeouts": Timeouts(start=5)}
-    return models._options(config, before)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, {"max_batch_size": 1, "max_delay": 0.0}),
-        ({"max_batch_size": 8}, {"max_batch_size": 1, "max_delay": 0.0}),
-        (
-            {"max_batch_size": 8, "dynamic_batching": {"max_queue_delay_microseconds": 500}},
-            {"max_batch_size": 8, "max_delay": 0.0005},
-        ),
-        ({"backend": "openvino"}, {"max_batch_size": 1, "max_delay": 0.0, "engine": "openvino"}),
-        (
-            {
-                "platform": "onnxruntime_onnx",
-                "instance_group": [{"count": 2, "kind": "KIND_CPU"}, {}],
-            },
-            {
-                "max_batch_size": 1,
-                "max_delay": 0.0,
-                "engine": "onnxruntime",
-                "devices": ["cpu:0", "cpu:1", "cpu:2"],
-            },
-        ),
-        (
-            {"instance_group": [{"count": 2, "gpus": [0, 3]}, {"kind": "KIND_GPU"}]},
-            {
-                "max_batch_size": 1,
-                "max_delay": 0.0,
-                "devices": ["cuda:0", "cuda:0", "cuda:3", "cuda:3", "cuda:0"],
-            },
-        ),
-        (
-            {
-                "dynamic_batching": {
-                    "default_queue_policy": {
-                        "max_queue_size": 3,
-                        "default_timeout_microseconds": 2000000,
-                    }
-                }
-            },
-            {
-                "max_batch_size": 1,
-                "max_delay": 0.0,
-                "limits": Limits(memory_bytes=1 << 20, queue=3),
-                "timeouts": Timeouts(start=5, predict=2.0),
-            },
-        ),
-    ],
-)
-def test_configuration_gives_options_of_the_master(
-    config: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    assert options_of(json.dumps(config)) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        ({"backend": "tensorflow"}, "backend: got 'tensorflow', expected one of"),
-        ({"instance_group": [{"kind": "KIND_MODEL"}]}, "got count 1 of KIND_MODEL"),
-        ({"instance_group": [{"count": -1}]}, "got count -1"),
-        ({"max_batch_size": "many"}, "it is no model configuration"),
-    ],
-)
-def test_configuration_that_cannot_be_followed_is_refused(config: Any, text: str) -> None:
-    with pytest.raises(InvalidInputError, match=text):
-        options_of(json.dumps(config))
 
 
 Write = Callable[..., Path]
@@ -198,22 +125,159 @@ def test_master_is_closed_if_what_comes_after_its_start_fails(repository: Write)
 
     async def load() -> None:
         options = {"engine": "fake", "devices": "inline", "max_batch_size": 2}
-        with pytest.raises(RefusedError, match="failed to load 'm', no"):
-            async with Models({}, repository("m", "1"), lambda _: options, fail):
-                pass
+        async with Models({}, repository("m", "1"), lambda _: options, fail) as models:
+            assert models.index()[0]["reason"] == "no"
 
     asyncio.run(load())
     assert masters[0].health().state == "closed"
 
 
-def test_one_model_that_cannot_be_loaded_ends_the_others(repository: Write) -> None:
+def test_model_that_cannot_be_loaded_leaves_the_others_and_the_server_is_not_ready(
+    repository: Write, caplog: pytest.LogCaptureFixture
+) -> None:
     async def load() -> None:
         repository("good", "1")
-        models = loaded(repository("bad", "1", config='name: "worse"'))
-        with pytest.raises(RefusedError, match="failed to load 'bad', name: got 'worse'"):
+        async with loaded(folder := repository("bad", "1", config='name: "worse"')) as models:
+            assert models.instance("good").ready
+            entries = {e["name"]: e for e in models.index()}
+            assert entries["bad"]["reason"] == "name: got 'worse', expected 'bad'"
+            assert "failed to load 'bad', name: got 'worse'" in caplog.text
+            assert not models.ready
+            assert not Service(models, ServeOptions()).ready
+            assert Service(models, ServeOptions(strict_readiness=False)).ready
+            (folder / "bad" / "config.pbtxt").unlink()
+            await models.load("bad")
+            assert models.ready
+
+    asyncio.run(load())
+
+
+@pytest.mark.parametrize(
+    ("by_file", "exit_on_error"), [(True, None), (True, True), (False, True), (True, False)]
+)
+def test_model_that_cannot_be_loaded_ends_a_start_that_needs_it(
+    repository: Write, by_file: bool, exit_on_error: bool | None
+) -> None:
+    folder = repository("good", "1")
+    (folder / "bad").mkdir()
+    files = {"bad": folder / "nowhere.onnx"} if by_file else {}
+
+    async def load() -> None:
+        options: dict[str, Any] = {"engine": "fake", "devices": "inline"}
+        models = Models(files, folder, lambda _: options, exit_on_error=exit_on_error)
+        try:
             async with models:
-                pass
-        assert not models.loaded()
+                assert [name for name, _ in models.loaded()] == ["good"]
+        finally:
+            assert not models.loaded()
+
+    if exit_on_error is False:
+        asyncio.run(load())
+        return
+    with pytest.raises(RefusedError, match="failed to load 'bad'"):
+        asyncio.run(load())
+
+
+@pytest.mark.parametrize(
+    ("config", "served"),
+    [
+        ("version_policy { latest { num_versions: 2 } }", ["9", "10"]),
+        ("version_policy: { all {} }", ["2", "9", "10"]),
+        ("version_policy { specific { versions: [2, 9] } }", ["2", "9"]),
+    ],
+)
+def test_versions_of_the_policy_are_served_and_the_highest_answers_for_all(
+    repository: Write, config: str, served: list[str]
+) -> None:
+    async def load() -> None:
+        for version in ("2", "10"):
+            repository("m", version)
+        async with loaded(repository("m", "9", config)) as models:
+            service = Service(models, ServeOptions())
+            assert service.model_metadata("m")["versions"] == served
+            assert models.instance("m").version == served[-1]
+            assert [models.instance("m", version).version for version in served] == served
+            assert [e["version"] for e in models.index()] == served
+            stats = service.statistics("m")["model_stats"]
+            assert [each["version"] for each in stats] == served
+            stats = service.statistics("m", served[0])["model_stats"]
+            assert [each["version"] for each in stats] == served[:1]
+            with pytest.raises(RefusedError, match=f"version 3, but in {', '.join(served)}"):
+                models.instance("m", "3")
+            masters = [each.master for _, each in models.loaded()]
+            await models.unload("m")
+            with pytest.raises(RefusedError, match="unloaded"):
+                models.instance("m", served[0])
+        assert {master.health().state for master in masters} == {"closed"}
+
+    asyncio.run(load())
+
+
+def test_versions_are_all_loaded_or_none_is(repository: Write) -> None:
+    async def load() -> None:
+        async with loaded(repository("m", "1", "version_policy { all {} }")) as models:
+            before = models.instance("m")
+            repository("m", "3")
+            (repository("m", "2") / "m" / "2" / "model.onnx").write_text("{")
+            with pytest.raises(RefusedError, match="failed to load 'm', "):
+                await models.load("m")
+            assert [each for _, each in models.loaded()] == [before]
+
+    asyncio.run(load())
+
+
+def test_shapes_change_between_clients_and_the_model(repository: Write) -> None:
+    config = """
+        max_batch_size: 8
+        input { name: "x" data_type: TYPE_FP32 dims: [ 2, 2 ] reshape { shape: 4 } }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 1, -1 ] reshape { shape: [ -1 ] } }
+    """
+
+    async def load() -> None:
+        async with loaded(repository("m", "1", config)) as models:
+            instance = models.instance("m")
+            tensors = Service(models, ServeOptions()).model_metadata("m")
+            assert [*map(str, instance.inputs)] == ["x: float32[batch, 2, 2]"]
+            assert tensors["inputs"][0]["shape"] == [-1, 2, 2]
+            assert instance.config["input"][0]["reshape"] == {"shape": (4,)}
+            size = TensorParameters(binary_data_size=48)
+            given = InputDocument("x", "FP32", (3, 2, 2), size)
+            request = Inference(InferDocument((given,)), instance, Regions(False))
+            request.allocate([head for head, _ in request.read()])
+            x = request.arrays["x"]
+            x[:] = np.arange(12, dtype=np.float32).reshape(x.shape)
+            (y,) = await request.run()
+            np.testing.assert_array_equal(y, x.reshape(3, 1, 4))
+
+    asyncio.run(load())
+
+
+def test_model_is_warm_before_it_is_ready(repository: Write) -> None:
+    config = """
+        max_batch_size: 8
+        model_warmup [
+            { name: "zeros" batch_size: 3 count: 2
+              inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } } }
+        ]
+    """
+
+    async def load() -> None:
+        async with loaded(repository("m", "1", config)) as models:
+            rows = models.instance("m").master.statistics().batch_sizes
+            assert rows.count >= 2
+            assert rows.total == 3 * rows.count
+
+    asyncio.run(load())
+
+
+def test_warm_up_that_fails_refuses_the_model(repository: Write) -> None:
+    config = (
+        'model_warmup { batch_size: 1 inputs { key: "z" value { dims: [ 4 ] zero_data: true } } }'
+    )
+
+    async def load() -> None:
+        async with loaded(repository("m", "1", config)) as models:
+            assert "model_warmup: got inputs ['z']" in models.index()[0]["reason"]
 
     asyncio.run(load())
 
@@ -222,9 +286,9 @@ def test_one_model_that_cannot_be_loaded_ends_the_others(repository: Write) -> N
 def test_file_of_a_version_lies_in_its_folder(repository: Write, name: str) -> None:
     async def load() -> None:
         folder = repository("m", "1", config=f'default_model_filename: "{name}"')
-        with pytest.raises(RefusedError, match="failed to load 'm'"):
-            async with loaded(folder):
-                pass
+        async with loaded(folder) as models:
+            assert not models.loaded()
+            assert models.index()[0]["state"] == "UNAVAILABLE"
 
     asyncio.run(load())
 

@@ -133,6 +133,13 @@ def parse_devices_option(text: str) -> int | list[str]:
     return chosen
 
 
+def parse_switch(text: str) -> bool:
+    """``"true"`` or ``"false"``, for options that are on by default."""
+    if text not in ("true", "false"):
+        raise typer.BadParameter(f"got {text!r}, expected true or false")
+    return text == "true"
+
+
 def by_name(option: str, given: Sequence[tuple[str, _T]] | None) -> dict[str, _T]:
     """The values of an option that was repeated, by name; each name may come once."""
     names = [name for name, _ in given or ()]

@@ -4,6 +4,7 @@ import os
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +16,12 @@ from mcinfer.cli.options import (
     parse_devices_option,
     parse_duration,
     parse_pause,
+    parse_switch,
     parsed,
     refused_as_usage,
 )
 from mcinfer.cli.progress import let_workers_tell, say
-from mcinfer.config import Limits, Timeouts
+from mcinfer.config import EngineOptions, Limits, Timeouts
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.extras import requires
 
@@ -82,6 +84,10 @@ def serve(
             help="onnxruntime or openvino; default: by the file's name.",
         ),
     ] = None,
+    custom_ops: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A library with operators of your own. May be repeated."),
+    ] = None,
     max_batch_size: Annotated[
         int,
         typer.Option(
@@ -117,6 +123,24 @@ def serve(
     drain: Annotated[
         Any, parsed("SECONDS", parse_pause, "For requests to be answered when the server ends.")
     ] = 30.0,
+    strict_readiness: Annotated[
+        Any,
+        parsed(
+            "true|false",
+            parse_switch,
+            "Whether /v2/health/ready is 503 while a model is not ready.",
+            "--strict-readiness",
+        ),
+    ] = "true",
+    exit_on_error: Annotated[
+        Any,
+        parsed(
+            "true|false",
+            parse_switch,
+            "Whether a model that cannot be loaded ends the start; default: if it is a MODEL.",
+            "--exit-on-error",
+        ),
+    ] = None,
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request over HTTP.")
     ] = False,
@@ -152,8 +176,10 @@ def serve(
     # Connections take descriptors, and a worker that is replaced needs some.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    given, options = _dealt(devices or [], [*files])
+    engine_options = EngineOptions(custom_operators=[*map(os.path.abspath, custom_ops or [])])
+    given, options = _dealt(devices or [], [*files], engine_options)
     usual = {
+        "options": engine_options,
         "engine": engine,
         "max_batch_size": max_batch_size,
         "max_delay": max_delay,
@@ -169,6 +195,7 @@ def serve(
         timeout=timeout,
         client_shared_memory=client_shared_memory,
         keys=_keys(api_key_file),
+        strict_readiness=strict_readiness,
     )
     certificate = (ssl_certfile, ssl_keyfile) if ssl_certfile and ssl_keyfile else None
     if (ssl_certfile is None) != (ssl_keyfile is None):
@@ -183,7 +210,7 @@ def serve(
         access_log=access_log,
     )
     with refused_as_usage():
-        served = Models(files, repository, options_of, _show_split)
+        served = Models(files, repository, options_of, _show_split, exit_on_error)
     with Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
 
@@ -224,14 +251,14 @@ def _named(models: Sequence[Path], names: Sequence[str]) -> dict[str, Path]:
 
 
 def _dealt(
-    given: Sequence[tuple[str, Any]], names: Sequence[str]
+    given: Sequence[tuple[str, Any]], names: Sequence[str], engine_options: EngineOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The devices of each model by its name, and options of its engine that go with them.
 
     What is given for no model is dealt out over those without their own, in order, and is that of the models
     of a repository. Of the CPU the devices have equal shares first, so that no two models have one core.
     """
-    from mcinfer.config import EngineOptions, parse_devices, share_cores
+    from mcinfer.config import parse_devices, share_cores
     from mcinfer.machine import whole_cpus
 
     devices: dict[str, Any] = by_name("--devices", given)
@@ -248,7 +275,7 @@ def _dealt(
         mine = range(start, max(stop, start + 1))
         cores = [getattr(shares.get(i), "cores", ()) for i in mine]
         if all(cores):
-            options[name] = {"options": EngineOptions(cores=cores)}
+            options[name] = {"options": replace(engine_options, cores=cores)}
         devices[name] = [f"cpu:{n}" if cores[n] else str(chosen[i]) for n, i in enumerate(mine)]
     return devices, options
 

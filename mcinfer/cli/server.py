@@ -340,7 +340,9 @@ async def run(
             place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
             service.settle()
-            say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}{too}")
+            say(
+                f"serving {', '.join(dict(models.loaded())) or 'no model'} at {endpoint.uds or place}{too}"
+            )
             await _Server(config, service, grpc_server).serve(sockets=[listening])
 
 

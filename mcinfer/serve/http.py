@@ -306,7 +306,7 @@ class _Infer:
 
 def _raw(instance: Instance, raw: bytes) -> tuple[InferDocument, bytes]:
     """What a request means that is nothing but the values of the model's only input, and its bytes."""
-    specs = instance.master.inputs
+    specs = instance.inputs
     if len(specs) != 1:
         text = "Raw request must only have 1 input (found 1) to be deduced but got"
         raise InvalidInputError(f"{text} {len(specs)} inputs in the model")

@@ -68,25 +68,22 @@ class Inference:
         self.arrays: dict[str, NDArray[Any]] = {}
         if asked.parameters.sequence_id:
             raise InvalidInputError("sequence_id: models keep no state here between requests")
-        inputs = _by_name("input", asked.inputs, instance.master.inputs)
-        if len(inputs) < len(instance.master.inputs):
-            got, expected = (
-                [spec.name for spec, _ in inputs],
-                [s.name for s in instance.master.inputs],
-            )
+        inputs = _by_name("input", asked.inputs, instance.inputs)
+        if len(inputs) < len(instance.inputs):
+            got, expected = [spec.name for spec, _ in inputs], [s.name for s in instance.inputs]
             raise InvalidInputError(f"inputs: got {got}, expected {expected}")
         self._heads = [TensorHead(spec, given) for spec, given in inputs]
         if asked.parameters.binary_data_output is not None:
             binary = asked.parameters.binary_data_output
         self.wishes: list[OutputWish] = []
-        for spec, given in _by_name("output", asked.outputs, instance.master.outputs):
+        for spec, given in _by_name("output", asked.outputs, instance.outputs):
             own = given.parameters
             if own.classification:
                 raise InvalidInputError(f"classification: output '{spec.name}' comes as it is")
             as_bytes = binary if own.binary_data is None else own.binary_data
             self.wishes.append(OutputWish(spec, as_bytes, regions.part(own)))
         if not self.wishes:
-            self.wishes = [OutputWish(spec, binary) for spec in instance.master.outputs]
+            self.wishes = [OutputWish(spec, binary) for spec in instance.outputs]
 
     def read(self) -> list[tuple[TensorHead, int]]:
         """Read the inputs that are in the document or in shared memory; the others, with their bytes.
@@ -123,8 +120,11 @@ class Inference:
         """Give inputs of many bytes, which workers read in place, an array each; the content is to come."""
         for head, size in others:
             if head.shareable and size >= _SMALL_BYTES:
-                shapes = {head.spec.name: head.given.shape}
-                self.arrays.update(self._instance.master.allocate(shapes))
+                name, shape = head.spec.name, head.given.shape
+                reshape = self._instance.input_reshapes.get(name)
+                models = reshape.to_model(shape) if reshape else shape
+                array = self._instance.master.allocate({name: models})[name]
+                self.arrays[name] = array.reshape(shape) if reshape else array
 
     async def run(self) -> list[NDArray[Any]]:
         """The outputs, in order; what clients want in their shared memory is written there.
@@ -132,15 +132,20 @@ class Inference:
         A small request may be joined with others in one run; a larger one is split over all workers.
         """
         self._instance.last = time.time()
-        rows = max((head.given.shape[0] for head in self._heads if head.given.shape), default=1)
+        inputs, reshapes = self.arrays, self._instance.output_reshapes
+        if self._instance.input_reshapes:
+            inputs = self._instance.to_model(inputs)
+        rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
         names = [wish.spec.name for wish in self.wishes]
         answer = await self._instance.master.predict_async(
-            self.arrays,
+            inputs,
             timeout=self.asked.parameters.timeout / 1e6 or None,
             priority=-self.asked.parameters.priority or self._instance.usual_priority,
             outputs=names,
             shards=1 if rows <= self._instance.joins else None,
         )
+        for name in reshapes.keys() & answer:
+            answer[name] = reshapes[name].to_clients(name, answer[name])
         for wish in self.wishes:
             if wish.region is not None:
                 wish.region.write(bytes_of(answer[wish.spec.name]))

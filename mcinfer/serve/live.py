@@ -77,15 +77,15 @@ def _own_megabytes(pid: int | None) -> int | None:
 def page_routes(service: Service) -> list[Route]:
     """The page, and the events that keep it new."""
 
-    def taken() -> Mapping[str, tuple[Instance, Statistics]]:
-        loaded = service.models.loaded().items()
-        return {name: (each, each.master.statistics()) for name, each in loaded}
+    def taken() -> Mapping[Instance, tuple[str, Statistics]]:
+        loaded = service.models.loaded()
+        return {each: (name, each.master.statistics()) for name, each in loaded}
 
     async def page(_: Request) -> HTMLResponse:
         parts = [
             f"<section><h2>{escape(name)} <small>{instance.version}</small></h2>"
             f"<pre>{escape(public(str(statistics)))}</pre></section>"
-            for name, (instance, statistics) in taken().items()
+            for instance, (name, statistics) in taken().items()
         ]
         text = _PAGE.replace("<!--figures-->", "".join(parts) or "<p>No model is loaded.</p>")
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY + " ".join(_SCRIPTS)})
@@ -97,9 +97,9 @@ def page_routes(service: Service) -> list[Route]:
                 await asyncio.wait_for(service.ending.wait(), _SECONDS)
             now, seconds = taken(), monotonic() - then
             models = [
-                {"name": name, "version": own.version, **_figures(new, before[name][1], seconds)}
-                for name, (own, new) in now.items()
-                if name in before and before[name][0] is own
+                {"name": name, "version": each.version, **_figures(new, before[each][1], seconds)}
+                for each, (name, new) in now.items()
+                if each in before
             ]
             before, then = now, then + seconds
             yield b"data: " + orjson.dumps(models) + b"\n\n"

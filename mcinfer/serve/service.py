@@ -50,12 +50,14 @@ class ServeOptions:
         timeout: Seconds for a request to come.
         client_shared_memory: Whether clients may register shared memory.
         keys: Who shows one of them is admitted; all are if there is none.
+        strict_readiness: Whether the server is ready only while all its models are.
     """
 
     max_request_bytes: int = 64 << 20
     timeout: float = 60.0
     client_shared_memory: bool = False
     keys: Sequence[str] = ()
+    strict_readiness: bool = True
 
 
 class Service(Collector):
@@ -97,8 +99,9 @@ class Service(Collector):
 
     @property
     def ready(self) -> bool:
-        """Whether all models that are loaded can answer."""
-        return not self.ending.is_set() and all(i.ready for i in self.models.loaded().values())
+        """Whether load balancers should send requests."""
+        ready = self.models.ready or not self.options.strict_readiness
+        return ready and not self.ending.is_set()
 
     def model_ready(self, name: str, version: str = "") -> bool:
         with suppress(RefusedError):
@@ -109,20 +112,23 @@ class Service(Collector):
         instance = self.models.instance(name, version)
         return {
             "name": name,
-            "versions": [instance.version],
+            "versions": [each.version for _, each in self.models.loaded(name)],
             "platform": instance.config["platform"],
-            "inputs": [*map(_tensor, instance.master.inputs)],
-            "outputs": [*map(_tensor, instance.master.outputs)],
+            "inputs": [*map(_tensor, instance.inputs)],
+            "outputs": [*map(_tensor, instance.outputs)],
         }
 
     def model_config(self, name: str, version: str = "") -> dict[str, Any]:
         return self.models.instance(name, version).config
 
     def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
-        """Of one model, or all. Times that masters do not count are 0."""
-        chosen = {name: self.models.instance(name, version)} if name else self.models.loaded()
+        """Of one model, in one version or all, or of all models. Times that masters do not count are 0."""
+        if name:
+            self.models.instance(name, version)  # it is served
         found = []
-        for each, instance in chosen.items():
+        for each, instance in self.models.loaded(name):
+            if version not in ("", instance.version):
+                continue
             now = instance.master.statistics()
             busy = sum(worker.busy_seconds for worker in now.workers)
             parts = ("queue", "compute_input", "compute_output", "cache_hit", "cache_miss")
@@ -176,7 +182,7 @@ class Service(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The figures of all masters, for Prometheus' registry."""
-        loaded = self.models.loaded().items()
+        loaded = self.models.loaded()
         snapshots = [((name, i.version), i.master.statistics()) for name, i in loaded]
         return families(("model", "version"), snapshots)
 

@@ -448,6 +448,27 @@ def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel
         assert '"GET /metrics HTTP/1.1" 200' in server.text()
 
 
+def test_model_of_a_repository_that_cannot_be_loaded_leaves_the_server_not_ready(
+    tmp_path: Path,
+) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        write_fake_model(tmp_path / name / "1" / "model.onnx")
+    (tmp_path / "bad" / "config.pbtxt").write_text("ensemble_scheduling { step [ { } ] }")
+    options = ("--repository", tmp_path, "--engine", "fake", "--devices", "inline")
+    with Server(*options) as server:
+        np.testing.assert_array_equal(server.infer(X, "good").values, 2 * X + 1)
+        assert server.ask("/v2/health/ready").status == 503
+        states = {each["name"]: each for each in server.ask("/v2/repository/index", {}).json}
+        assert states["bad"]["reason"].startswith("ensemble_scheduling: ")
+        assert "failed to load 'bad', ensemble_scheduling: " in server.text()
+    with Server(*options, "--strict-readiness=false") as server:
+        assert server.ask("/v2/health/ready").status == 200
+    with Program(COMMAND, "serve", *options, "--port", 0, "--exit-on-error=true") as program:
+        ended = program.wait()
+    assert (ended.status, "failed to load 'bad'" in ended.err) == (1, True), ended.err
+
+
 # Starts that fail.
 
 
