@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import mcinfer.serve
 from mcinfer import EngineOptions, InvalidInputError, Master
 from mcinfer.serve.documents import InferDocument, InputDocument, TensorParameters
 from mcinfer.serve.inference import Inference, public
-from mcinfer.serve.models import Models, RefusedError
+from mcinfer.serve.models import Control, Models, RefusedError
 from mcinfer.serve.regions import Regions
 from mcinfer.serve.service import ServeOptions, Service
 
@@ -52,8 +53,9 @@ def repository(tmp_path: Path) -> Write:
     return write
 
 
-def loaded(folder: Path) -> Models:
-    return Models({}, folder, lambda _: {"engine": "fake", "devices": "inline"})
+def loaded(folder: Path, **control: Any) -> Models:
+    options = {"engine": "fake", "devices": "inline"}
+    return Models({}, folder, lambda _: options, control=Control(**control))
 
 
 def test_highest_version_is_served_and_others_are_named(repository: Write) -> None:
@@ -164,7 +166,8 @@ def test_model_that_cannot_be_loaded_ends_a_start_that_needs_it(
 
     async def load() -> None:
         options: dict[str, Any] = {"engine": "fake", "devices": "inline"}
-        models = Models(files, folder, lambda _: options, exit_on_error=exit_on_error)
+        control = Control(exit_on_error=exit_on_error)
+        models = Models(files, folder, lambda _: options, control=control)
         try:
             async with models:
                 assert [name for name, _ in models.loaded()] == ["good"]
@@ -278,6 +281,99 @@ def test_warm_up_that_fails_refuses_the_model(repository: Write) -> None:
     async def load() -> None:
         async with loaded(repository("m", "1", config)) as models:
             assert "model_warmup: got inputs ['z']" in models.index()[0]["reason"]
+
+    asyncio.run(load())
+
+
+def test_clients_change_models_only_where_they_may(repository: Write) -> None:
+    async def load() -> None:
+        repository("a", "1")
+        async with loaded(folder := repository("b", "1"), first=["b"]) as models:
+            assert [name for name, _ in models.loaded()] == ["b"]
+            assert models.ready
+            await models.load("a")
+            assert [name for name, _ in models.loaded()] == ["a", "b"]
+        async with loaded(folder, by_clients=False) as models:
+            for change in (models.load, models.unload):
+                with pytest.raises(RefusedError, match="is not allowed"):
+                    await change("a")
+            assert models.instance("a").ready
+        with pytest.raises(InvalidInputError, match=r"got \['c'\], expected some of \['a', 'b'\]"):
+            loaded(folder, first=["c"])
+
+    asyncio.run(load())
+
+
+NEVER = 1e9
+"""Seconds between two looks at a repository: `Models.catch_up` is what looks."""
+
+
+def test_changes_of_the_repository_are_taken_up_once_they_stand_still(repository: Write) -> None:
+    async def load() -> None:
+        async with loaded(folder := repository("m", "1"), poll=NEVER) as models:
+
+            async def versions() -> list[tuple[str, str]]:
+                await models.catch_up()
+                return [(name, each.version) for name, each in models.loaded()]
+
+            first = models.instance("m")
+            assert await versions() == [("m", "1")]
+            assert models.instance("m") is first
+            file = repository("m", "2") / "m" / "2" / "model.onnx"
+            for _ in range(3):
+                file.write_text(file.read_text() + " ")
+                assert await versions() == [("m", "1")]
+            assert await versions() == [("m", "2")]
+            repository("new", "1")
+            assert await versions() == [("m", "2")]
+            assert await versions() == [("m", "2"), ("new", "1")]
+            shutil.rmtree(folder / "m" / "2")
+            shutil.rmtree(folder / "new")
+            assert len(await versions()) == 2
+            assert await versions() == [("m", "1")]
+            assert models.ready
+            assert {e["name"]: e["reason"] for e in models.index()}["new"] == "its folder is gone"
+            folder.rename(folder.with_name("away"))
+            await versions()
+            assert await versions() == [("m", "1")]
+
+    asyncio.run(load())
+
+
+def test_versions_that_have_not_changed_stay_as_they_are(repository: Write) -> None:
+    async def load() -> None:
+        repository("m", "1", "version_policy { all {} }")
+        async with loaded(folder := repository("m", "2"), poll=NEVER) as models:
+            kept = models.instance("m", "1")
+            gone = models.instance("m", "2").master
+            repository("m", "3")
+            shutil.rmtree(folder / "m" / "2")
+            for _ in range(2):
+                await models.catch_up()
+            assert [each.version for _, each in models.loaded()] == ["1", "3"]
+            assert models.instance("m", "1") is kept
+            (repository("m", "4") / "m" / "4" / "model.onnx").write_text("{")
+            for _ in range(2):
+                await models.catch_up()
+            assert [each.version for _, each in models.loaded()] == ["1", "3"]
+            assert "fake" in models.index()[0]["reason"]
+            await asyncio.gather(*models._models["m"].closing)
+            assert kept.ready
+            assert gone.health().state == "closed"
+            repository("m", "5", "version_policy { specific { versions: 1 } }")
+            for _ in range(2):
+                await models.catch_up()
+            assert models.instance("m") is not kept
+
+    asyncio.run(load())
+
+
+def test_repository_is_looked_at_again_and_again(repository: Write) -> None:
+    async def load() -> None:
+        async with loaded(repository("m", "1"), poll=0.01) as models, asyncio.timeout(60):
+            repository("m", "2")
+            while models.instance("m").version != "2":
+                await asyncio.sleep(0.01)
 
     asyncio.run(load())
 

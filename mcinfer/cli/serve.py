@@ -123,6 +123,23 @@ def serve(
     drain: Annotated[
         Any, parsed("SECONDS", parse_pause, "For requests to be answered when the server ends.")
     ] = 30.0,
+    model_control_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|explicit|poll",
+            help="explicit: clients load and unload models; poll: changes of the repository's files do; "
+            "none: they stay. Default: all are loaded, and clients may change them.",
+        ),
+    ] = None,
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="With explicit: loaded at the start; * is all. May be repeated."
+        ),
+    ] = None,
+    repository_poll_secs: Annotated[
+        Any, parsed("SECONDS", parse_duration, "With poll: between two looks for changes.")
+    ] = 15.0,
     strict_readiness: Annotated[
         Any,
         parsed(
@@ -210,9 +227,26 @@ def serve(
         access_log=access_log,
     )
     with refused_as_usage():
-        served = Models(files, repository, options_of, _show_split, exit_on_error)
+        control = _control(model_control_mode, load_model or [], repository_poll_secs)
+        control = replace(control, exit_on_error=exit_on_error)
+        served = Models(files, repository, options_of, _show_split, control)
     with Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
+
+
+def _control(mode: str | None, first: Sequence[str], seconds: float) -> Any:
+    """Triton's modes; without one clients may change what is loaded, and all is."""
+    from mcinfer.serve.models import Control
+
+    if mode not in (None, "none", "explicit", "poll"):
+        raise typer.BadParameter(
+            f"--model-control-mode: got {mode!r}, expected none, explicit or poll"
+        )
+    if first and mode != "explicit":
+        raise typer.BadParameter("--load-model: expected --model-control-mode explicit")
+    if mode == "explicit":
+        return Control(first=None if "*" in first else first)
+    return Control(by_clients=mode is None, poll=seconds if mode == "poll" else 0.0)
 
 
 def _show_split(master: Any) -> None:

@@ -23,7 +23,7 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
 from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
-from mcinfer.serve.models import Models
+from mcinfer.serve.models import Models, settle
 from mcinfer.serve.service import ServeOptions, Service
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -339,7 +339,7 @@ async def run(
             port = endpoint.port if endpoint.uds else listening.getsockname()[1]
             place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
-            service.settle()
+            settle()
             say(
                 f"serving {', '.join(dict(models.loaded())) or 'no model'} at {endpoint.uds or place}{too}"
             )

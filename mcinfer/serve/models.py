@@ -5,16 +5,18 @@ A model is a file, or a folder of a repository in Triton's layout: ``NAME/VERSIO
 own. A load opens the new masters first. Then new requests go to them, and the old ones are closed after their
 last answers: no request is lost, and for a while there are both.
 
-Ownership: `Models` owns the masters of its instances. One task at a time changes a model.
+Ownership: `Models` owns the masters of its instances, and the task that looks at the repository for changes.
+One task at a time changes a model.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ _log = logging.getLogger("mcinfer.serve")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
 
+_YOUNG = 10_000
+"""Objects that come before the collector looks at them: a request in flight has dozens, and frees them."""
+
 
 class RefusedError(McinferError):
     """What the server does not do, or not now. `status` is that of the answer over HTTP."""
@@ -39,6 +44,23 @@ class RefusedError(McinferError):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """Which models are loaded at the start, and who changes them afterwards.
+
+    Attributes:
+        first: Those of the repository that are loaded at the start; None: all.
+        exit_on_error: Whether one that cannot be loaded ends the start; None: if it is given by its file.
+        by_clients: Whether clients may load and unload models.
+        poll: Seconds between two looks at the repository for changes; 0: there are none.
+    """
+
+    first: Collection[str] | None = None
+    exit_on_error: bool | None = None
+    by_clients: bool = True
+    poll: float = 0.0
 
 
 class Instance:
@@ -53,6 +75,7 @@ class Instance:
         input_reshapes, output_reshapes: By name, how the shapes of some change between clients and the model.
         last: When a request last came, in seconds since 1970; 0 if none did.
         asked: By their JSON, requests that were checked; see `mcinfer.serve.inference.checked`.
+        files: Those that it was loaded from, if the server looks for changes.
 
     Raises:
         InvalidInputError: The model is not as its configuration says.
@@ -69,6 +92,7 @@ class Instance:
         self.outputs, self.output_reshapes = configuration.seen("output", master.outputs)
         self.last = 0.0
         self.asked: dict[bytes, Any] = {}
+        self.files: _Files = {}
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -100,23 +124,41 @@ class Instance:
         return self.master.health().state in ("ready", "degraded")
 
 
+_Files = dict[str, list[tuple[str, int, int, int]]]
+
+
+def _files_of(place: Path) -> _Files:
+    """What differs once a file of a model is written, by what lies in its folder; nothing if that is gone."""
+    found: _Files = {}
+    for depth in ("*", "*/*", "*/*/*"):
+        for file in sorted(place.glob(depth)):
+            with suppress(OSError):  # it has just gone
+                about = file.stat()
+                seen = (str(file), about.st_ino, about.st_size, about.st_mtime_ns)
+                found.setdefault(file.relative_to(place).parts[0], []).append(seen)
+    return found
+
+
 class _Model:
     """A model by its name: its place, what serves it now, the highest version last, and why nothing does.
 
     Attributes:
         failed: Whether the last load did.
+        seen, taken: Its files at the last look for changes, and when it was loaded.
     """
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self.instances: dict[str, Instance] = {}
         self.reason, self.failed = "not loaded", False
+        self.seen: _Files = {}
+        self.taken: _Files = {}
         self.changing = asyncio.Lock()
         self.closing: set[asyncio.Task[None]] = set()
 
     def replace(self, new: dict[str, Instance], reason: str = "") -> None:
         old, self.instances, self.reason, self.failed = self.instances, new, reason, False
-        for instance in old.values():
+        for instance in {*old.values()} - {*new.values()}:
             task = asyncio.create_task(instance.close())
             self.closing.add(task)
             task.add_done_callback(self.closing.discard)
@@ -130,10 +172,10 @@ class Models:
         repository: A folder of others, or None; models may come to it while the server runs.
         options: Of `Master`, by the model's name; a model's configuration goes before them.
         opened: Is called with a master whose requests may be cut or joined before any comes.
-        exit_on_error: Whether a model that cannot be loaded ends the start; None: if it is one of `files`.
+        control: Which models to load, and when.
 
     Raises:
-        InvalidInputError: A name is none for an address; there is no such folder.
+        InvalidInputError: A name is none for an address; there is no such folder, or no such model in it.
     """
 
     def __init__(
@@ -142,7 +184,7 @@ class Models:
         repository: Path | None,
         options: Callable[[str], Mapping[str, Any]],
         opened: Callable[[Master], None] = lambda _: None,
-        exit_on_error: bool | None = None,
+        control: Control = Control(),
     ) -> None:
         for name in files:
             if not _NAME.fullmatch(name):
@@ -152,9 +194,14 @@ class Models:
         self._repository, self._options, self._opened = repository, options, opened
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
-        self._needed = (
-            {*files} if exit_on_error is None else {*(self._models if exit_on_error else ())}
-        )
+        self._control = control
+        self._polling: asyncio.Task[None] | None = None
+        if unknown := {*(control.first or ())} - {*self._models}:
+            text = f"models to load: got {sorted(unknown)}, expected some of {[*self._models]}"
+            raise InvalidInputError(text)
+        first = self._models if control.first is None else {*files, *control.first}
+        needed = {None: files, True: first, False: ()}[control.exit_on_error]
+        self._first = {name: name in needed for name in first}
 
     def _look(self) -> None:
         """Note the models that came to the repository."""
@@ -163,8 +210,11 @@ class Models:
                 self._models[entry.name] = _Model(entry)
 
     async def __aenter__(self) -> "Models":
-        """Load all; if one fails that the server needs, close all and raise its error."""
-        loads = [asyncio.create_task(self._begin(name)) for name in self._models]
+        """Load those of the start; if one fails that the server needs, close all and raise its error."""
+        if self._control.poll:
+            for model in self._models.values():
+                model.seen = model.taken = _files_of(model.place)
+        loads = [asyncio.create_task(self._begin(*each)) for each in self._first.items()]
         try:
             await asyncio.gather(*loads)
         except BaseException:
@@ -173,37 +223,85 @@ class Models:
             await asyncio.gather(*loads, return_exceptions=True)
             await self.__aexit__()
             raise
+        if self._control.poll:
+            self._polling = asyncio.create_task(self._poll())
         return self
 
-    async def _begin(self, name: str) -> None:
+    async def _begin(self, name: str, needed: bool) -> None:
         try:
-            await self.load(name)
+            await self._load(name)
         except RefusedError as exc:
-            if name in self._needed:
+            if needed:
                 raise
             _log.error("%s", exc)
 
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self._control.poll)
+            await self.catch_up()
+
+    async def catch_up(self) -> None:
+        """Take up what has changed in the repository, and has stood still since the call before.
+
+        A model whose folder is gone takes no more requests.
+        """
+        try:
+            self._look()
+        except OSError as exc:  # all may come again
+            _log.warning("the repository cannot be read: %s", exc)
+            return
+        own = {n: m for n, m in self._models.items() if m.place.parent == self._repository}
+        files = await asyncio.to_thread(lambda: {n: _files_of(m.place) for n, m in own.items()})
+        still = [n for n, m in own.items() if files[n] == m.seen != m.taken]
+        for name, model in own.items():
+            model.seen = files[name]
+        for name in still:
+            own[name].taken = files[name]
+        await asyncio.gather(*(self._take_up(name, own[name]) for name in still))
+        if still:
+            settle()
+
+    async def _take_up(self, name: str, model: _Model) -> None:
+        if model.taken:
+            await self._begin(name, needed=False)
+        else:
+            async with model.changing:
+                model.replace({}, "its folder is gone")
+
     async def __aexit__(self, *_: object) -> None:
         """End all masters at once, with the requests that they have; see `drain`."""
+        if self._polling:
+            self._polling.cancel()
         masters = [instance.master for _, instance in self.loaded()]
         await asyncio.gather(*(asyncio.to_thread(master.close) for master in masters))
         await self.drain()
 
     async def drain(self) -> None:
         """Take no more requests, answer those that came, and end the masters."""
+        if self._polling:
+            self._polling.cancel()
         for model in self._models.values():
             async with model.changing:
                 model.replace({}, "the server ends")
         await asyncio.gather(*(task for model in self._models.values() for task in model.closing))
 
     async def load(self, name: str, config: str | None = None) -> None:
-        """Serve a model's versions, with a configuration in JSON in place of its file's.
+        """Serve a model's versions, as a client wants, with a configuration in JSON in place of its file's.
 
         Raises:
-            RefusedError: One of them cannot be loaded; what was served stays.
+            RefusedError: One of them cannot be loaded, and what was served stays; or no client may load any.
         """
+        self._check_control()
         with suppress(OSError):
             self._look()
+        await self._load(name, config)
+        settle()
+
+    def _check_control(self) -> None:
+        if not self._control.by_clients:
+            raise RefusedError(400, "explicit model load / unload is not allowed here")
+
+    async def _load(self, name: str, config: str | None = None) -> None:
         model = self._models.get(name)
         if model is None:
             raise RefusedError(400, f"failed to load '{name}', no such model is known")
@@ -215,7 +313,8 @@ class Models:
                 raise RefusedError(400, f"failed to load '{name}', {exc}") from exc
 
     async def unload(self, name: str) -> None:
-        """Take no more requests; those that came are answered."""
+        """Take no more requests, as a client wants; those that came are answered."""
+        self._check_control()
         self.instance(name)
         async with self._models[name].changing:
             self._models[name].replace({}, "unloaded")
@@ -279,14 +378,23 @@ class Models:
             _log.warning(text, name, chosen.cores, sorted(allowed))
             options["options"] = replace(chosen, cores=None)
         opened: dict[str, Instance] = {}
+        taken, served = self._models[name].taken, self._models[name].instances
         try:
             for version, file in files.items():
+                # Those of the version, and of the model; none without polling.
+                tops = {top for top in taken if top == version or not _VERSION.fullmatch(top)}
+                now = {top: taken[top] for top in tops}
+                if now and version in served and served[version].files == now:
+                    opened[version] = served[version]
+                    continue
                 options["engine"] = engine or (
                     "openvino" if file.suffix == ".xml" else "onnxruntime"
                 )
                 opened[version] = await self._open_version(name, version, file, said, options)
+                opened[version].files = now
         except BaseException:
-            await asyncio.gather(*(each.close() for each in opened.values()))
+            new = [each for each in opened.values() if each not in served.values()]
+            await asyncio.gather(*(each.close() for each in new))
             raise
         return opened
 
@@ -309,6 +417,17 @@ class Models:
             await asyncio.to_thread(master.close)
             raise
         return instance
+
+
+def settle() -> None:
+    """Have the garbage collector pass over what there is now: modules, and models that are loaded.
+
+    What a model leaves behind is collected at the next load, and no sooner.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG)
 
 
 def _described(

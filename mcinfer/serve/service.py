@@ -1,7 +1,6 @@
 """What a server is beside its models: who may ask, what it says of itself, and its figures."""
 
 import asyncio
-import gc
 import hashlib
 import hmac
 import logging
@@ -36,9 +35,6 @@ EXTENSIONS = (
 
 _LEVELS = {"log_verbose_level": 10, "log_info": 20, "log_warning": 30, "log_error": 40}
 """Triton's settings of its log, and the levels of Python's that they switch."""
-
-_YOUNG = 10_000
-"""Objects that come before the collector looks at them: a request in flight has dozens, and frees them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,17 +158,6 @@ class Service(Collector):
             raise RefusedError(400, text)
         config = (parameters or {}).get("config")
         await self.models.load(name, None if config is None else str(config))
-        self.settle()
-
-    def settle(self) -> None:
-        """Have the garbage collector pass over what there is now: modules, and models that are loaded.
-
-        What a model leaves behind is collected at the next load, and no sooner.
-        """
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_YOUNG)
 
     # Figures.
 

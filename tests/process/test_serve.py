@@ -478,6 +478,17 @@ def test_model_of_a_repository_that_cannot_be_loaded_leaves_the_server_not_ready
         ((), 2, "expected a MODEL or more, or --repository FOLDER"),
         ((__file__, "--ssl-certfile", "x"), 2, "expected both or none"),
         (("--repository", "/nowhere"), 2, "repository: '/nowhere' is no folder"),
+        (
+            (__file__, "--model-control-mode", "all"),
+            2,
+            "got 'all', expected none, explicit or poll",
+        ),
+        (
+            (__file__, "--load-model", "x"),
+            2,
+            "--load-model: expected --model-control-mode explicit",
+        ),
+        ((__file__, "--exit-on-error=no"), 2, "got 'no', expected true or false"),
         ((__file__, "--api-key-file", "/dev/null"), 1, "has no key"),
     ],
 )

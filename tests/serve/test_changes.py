@@ -3,12 +3,14 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,26 @@ def test_no_request_is_lost_while_another_version_is_loaded(serve: Serve, tmp_pa
             np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], factor * X + 1)
         running.goes_on()
     wait_until(lambda: len(served.workers()) == 1)  # those of versions before have ended
+
+
+def test_no_request_is_lost_while_the_repository_changes(serve: Serve, tmp_path: Path) -> None:
+    place = models.repository(tmp_path / "repo", affine={1: models.affine(2.0)})
+    mode = ("--model-control-mode", "poll", "--repository-poll-secs", 0.1)
+    served = serve("--repository", place, "--devices", "inline", *mode)
+    with traffic(served, 2.0, 3.0, clients=4) as running, Client("http", served) as client:
+
+        def serves(version: int) -> bool:
+            return bool(client.shown("get_model_metadata", "affine")["versions"] == [str(version)])
+
+        for version in range(2, 22):
+            factor = 2.0 + version % 2
+            models.add_version(place, "affine", version, models.affine(factor))
+            shutil.rmtree(place / "affine" / str(version - 1))
+            wait_until(partial(serves, version), 60.0)
+            np.testing.assert_array_equal(client.infer("affine", {"x": X})["y"], factor * X + 1)
+        running.goes_on()
+        with client.refused(400):
+            client.own.load_model("affine")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
