@@ -298,7 +298,13 @@ def test_clients_change_models_only_where_they_may(repository: Write) -> None:
                 with pytest.raises(RefusedError, match="is not allowed"):
                     await change("a")
             assert models.instance("a").ready
-        with pytest.raises(InvalidInputError, match=r"got \['c'\], expected some of \['a', 'b'\]"):
+        (folder / "bad").mkdir()
+        with pytest.raises(RefusedError, match="failed to load 'bad'"):
+            async with loaded(folder, first=["bad"]):
+                pass
+        with pytest.raises(
+            InvalidInputError, match=r"got \['c'\], expected some of \['a', 'b', 'bad'\]"
+        ):
             loaded(folder, first=["c"])
 
     asyncio.run(load())

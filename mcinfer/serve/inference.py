@@ -144,7 +144,7 @@ class Inference:
             outputs=names,
             shards=1 if rows <= self._instance.joins else None,
         )
-        for name in reshapes.keys() & answer:
+        for name in reshapes.keys() & answer if reshapes else ():
             answer[name] = reshapes[name].to_clients(name, answer[name])
         for wish in self.wishes:
             if wish.region is not None:

@@ -52,7 +52,7 @@ class Control:
 
     Attributes:
         first: Those of the repository that are loaded at the start; None: all.
-        exit_on_error: Whether one that cannot be loaded ends the start; None: if it is given by its file.
+        exit_on_error: Whether one that cannot be loaded ends the start; None: if it is in `first`, or a file.
         by_clients: Whether clients may load and unload models.
         poll: Seconds between two looks at the repository for changes; 0: there are none.
     """
@@ -199,8 +199,9 @@ class Models:
         if unknown := {*(control.first or ())} - {*self._models}:
             text = f"models to load: got {sorted(unknown)}, expected some of {[*self._models]}"
             raise InvalidInputError(text)
-        first = self._models if control.first is None else {*files, *control.first}
-        needed = {None: files, True: first, False: ()}[control.exit_on_error]
+        named = {*files, *(control.first or ())}
+        first = self._models if control.first is None else named
+        needed = {None: named, True: first, False: ()}[control.exit_on_error]
         self._first = {name: name in needed for name in first}
 
     def _look(self) -> None:
@@ -247,11 +248,11 @@ class Models:
         """
         try:
             self._look()
+            own = {n: m for n, m in self._models.items() if m.place.parent == self._repository}
+            files = await asyncio.to_thread(lambda: {n: _files_of(m.place) for n, m in own.items()})
         except OSError as exc:  # all may come again
             _log.warning("the repository cannot be read: %s", exc)
             return
-        own = {n: m for n, m in self._models.items() if m.place.parent == self._repository}
-        files = await asyncio.to_thread(lambda: {n: _files_of(m.place) for n, m in own.items()})
         still = [n for n, m in own.items() if files[n] == m.seen != m.taken]
         for name, model in own.items():
             model.seen = files[name]
