@@ -300,7 +300,10 @@ class Models:
 
     def _check_control(self) -> None:
         if not self._control.by_clients:
-            raise RefusedError(400, "explicit model load / unload is not allowed here")
+            text = (
+                "explicit model load / unload is not allowed if polling is enabled, or models stay"
+            )
+            raise RefusedError(400, f"{text} as they are: see --model-control-mode")
 
     async def _load(self, name: str, config: str | None = None) -> None:
         model = self._models.get(name)

@@ -150,11 +150,6 @@ WHY_NOT = (
         "400 Client Error",
         ["test_content_encoding_chunked_manually"],
     ),
-    Reason(
-        "models may be loaded, where the test expects a server that refuses it",
-        "InferenceServerException not raised",
-        ["test_load_model", "test_unload_model"],
-    ),
 )
 """The programs and tests that do not pass. What fails otherwise is a problem."""
 
@@ -336,11 +331,13 @@ def run_tests(folder: Path, only: str = "", port: int = PORT) -> list[Verdict]:
         for path in files:
             shutil.copy(path, place / path.name)
             names = [name for name in _tests_of(path) if only in name]
-            # The other file counts the models.
-            models = _tests_models() if path.name == "http_test.py" else _examples_models()
+            # The other file counts the models, and expects Triton's usual mode.
+            is_first = path.name == TESTS[0]
+            models = _tests_models() if is_first else _examples_models()
+            mode = () if is_first else ("--model-control-mode", "none")
             if names:
                 _check_free(port)
-                with _server(models, "--port", port):
+                with _server(models, "--port", port, *mode):
                     verdicts += [_run_test(path.name, name, place) for name in names]
     return verdicts
 
