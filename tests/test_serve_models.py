@@ -150,6 +150,10 @@ def test_model_that_cannot_be_loaded_leaves_the_others_and_the_server_is_not_rea
             (folder / "bad" / "config.pbtxt").unlink()
             await models.load("bad")
             assert models.ready
+            repository("late", "1", config="ensemble_scheduling { }")
+            with pytest.raises(RefusedError, match="failed to load 'late'"):
+                await models.load("late")
+            assert models.ready  # it was not there at the start
 
     asyncio.run(load())
 

@@ -143,7 +143,7 @@ class _Model:
     """A model by its name: its place, what serves it now, the highest version last, and why nothing does.
 
     Attributes:
-        failed: Whether the last load did.
+        failed: Whether its load at the start did, and it has not been loaded since.
         seen, taken: Its files at the last look for changes, and when it was loaded.
     """
 
@@ -234,6 +234,7 @@ class Models:
         except RefusedError as exc:
             if needed:
                 raise
+            self._models[name].failed = True
             _log.error("%s", exc)
 
     async def _poll(self) -> None:
@@ -263,11 +264,14 @@ class Models:
             settle()
 
     async def _take_up(self, name: str, model: _Model) -> None:
-        if model.taken:
-            await self._begin(name, needed=False)
-        else:
+        if not model.taken:
             async with model.changing:
                 model.replace({}, "its folder is gone")
+            return
+        try:
+            await self._load(name)
+        except RefusedError as exc:
+            _log.error("%s", exc)
 
     async def __aexit__(self, *_: object) -> None:
         """End all masters at once, with the requests that they have; see `drain`."""
@@ -313,7 +317,7 @@ class Models:
             try:
                 model.replace(await self._open(name, model.place, config))
             except (McinferError, OSError, MemoryError) as exc:
-                model.reason, model.failed = str(exc), True
+                model.reason = str(exc)
                 raise RefusedError(400, f"failed to load '{name}', {exc}") from exc
 
     async def unload(self, name: str) -> None:
@@ -346,9 +350,9 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether all can answer: those that are loaded, and there are none whose last load has failed."""
+        """Whether all can answer: those that are loaded, and those that were to be at the start."""
         ready = all(instance.ready for _, instance in self.loaded())
-        return ready and not any(m.failed and not m.instances for m in self._models.values())
+        return ready and not any(model.failed for model in self._models.values())
 
     def index(self) -> list[dict[str, str]]:
         """All versions that are served, and the models that are known of which there are none."""
