@@ -114,6 +114,12 @@ class Instance:
             for name, array in arrays.items()
         }
 
+    def warm_up(self, configuration: Configuration) -> None:
+        """Run on every worker what the configuration says; it may read files."""
+        for times, inputs in configuration.warm_ups(self.inputs):
+            for _ in range(times):
+                self.master.warm_up(self.to_model(inputs))
+
     async def close(self) -> None:
         """Answer the requests that use it, and end its master."""
         await self._unused.wait()
@@ -304,10 +310,8 @@ class Models:
 
     def _check_control(self) -> None:
         if not self._control.by_clients:
-            text = (
-                "explicit model load / unload is not allowed if polling is enabled, or models stay"
-            )
-            raise RefusedError(400, f"{text} as they are: see --model-control-mode")
+            text = "explicit model load / unload is not allowed if polling is enabled, or nothing"
+            raise RefusedError(400, f"{text} changes models: see --model-control-mode")
 
     async def _load(self, name: str, config: str | None = None) -> None:
         model = self._models.get(name)
@@ -415,9 +419,7 @@ class Models:
             instance = Instance(master, version, options["max_batch_size"], said)
             if options["max_batch_size"] > 1 or len(master.statistics().workers) > 1:
                 await asyncio.to_thread(self._opened, master)
-            for times, inputs in said.warm_ups(instance.inputs):
-                for _ in range(times):
-                    await asyncio.to_thread(master.warm_up, instance.to_model(inputs))
+            await asyncio.to_thread(instance.warm_up, said)
             rows = said.rows if said.is_given else options["max_batch_size"]
             instance.config = _described(name, instance, rows, options)
             instance.config["default_model_filename"] = file.name
