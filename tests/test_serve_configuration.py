@@ -117,7 +117,7 @@ def test_options_of_the_command_line_stay_beside_those_of_the_configuration(tmp_
         ({"model_operations": {"op_library_filename": ["x.so"]}}, "expected it in config.pbtxt"),
         ({"model_warmup": [{"batch_size": 1}]}, "expected it in config.pbtxt"),
         ({"name": "another"}, "name: got 'another', expected 'm'"),
-        ({"name": "m" * (1 << 18)}, "characters, expected"),
+        ({"name": "m" * (1 << 18)}, "characters, the limit"),
     ],
 )
 def test_configuration_that_cannot_be_followed_is_refused(config: Any, text: str) -> None:

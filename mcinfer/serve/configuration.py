@@ -130,7 +130,9 @@ class Configuration:
         self._said, unknown = message("ModelConfig")(), ""
         if text is not None:
             if len(text) > _MAX_TEXT:
-                raise InvalidInputError(f"config: got {len(text)} characters, expected {_MAX_TEXT}")
+                raise InvalidInputError(
+                    f"config: it has more than {_MAX_TEXT} characters, the limit"
+                )
             self._said, unknown = _read(text, json_format.Parse, "ignore_unknown_fields")
         elif self.is_given:
             if not file.is_file():  # a pipe may say nothing for ever
