@@ -20,6 +20,7 @@ from mcinfer.serve.inference import Inference, public
 from mcinfer.serve.models import Control, Models, RefusedError
 from mcinfer.serve.regions import Regions
 from mcinfer.serve.service import ServeOptions, Service
+from mcinfer.serve.tensors import from_bytes
 
 FOLDER = Path(mcinfer.serve.__file__).parent
 
@@ -247,14 +248,18 @@ def test_shapes_change_between_clients_and_the_model(repository: Write) -> None:
             assert [*map(str, instance.inputs)] == ["x: float32[batch, 2, 2]"]
             assert tensors["inputs"][0]["shape"] == [-1, 2, 2]
             assert instance.config["input"][0]["reshape"] == {"shape": (4,)}
-            size = TensorParameters(binary_data_size=48)
-            given = InputDocument("x", "FP32", (3, 2, 2), size)
-            request = Inference(InferDocument((given,)), instance, Regions(False))
-            request.allocate([head for head, _ in request.read()])
-            x = request.arrays["x"]
-            x[:] = np.arange(12, dtype=np.float32).reshape(x.shape)
-            (y,) = await request.run()
-            np.testing.assert_array_equal(y, x.reshape(3, 1, 4))
+            for rows in (3, 1 << 16):  # the latter lie where workers read them
+                x = np.arange(rows * 4, dtype=np.float32).reshape(rows, 2, 2)
+                size = TensorParameters(binary_data_size=x.nbytes)
+                given = InputDocument("x", "FP32", x.shape, size)
+                request = Inference(InferDocument((given,)), instance, Regions(False))
+                request.allocate(others := request.read())
+                if rows > 3:
+                    request.arrays["x"][:] = x
+                else:
+                    request.arrays["x"] = from_bytes(others[0][0], x.tobytes())
+                (y,) = await request.run()
+                np.testing.assert_array_equal(y, x.reshape(rows, 1, 4))
 
     asyncio.run(load())
 
