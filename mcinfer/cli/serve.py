@@ -4,6 +4,7 @@ import os
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from mcinfer.cli.options import (
     refused_as_usage,
 )
 from mcinfer.cli.progress import let_workers_tell, say
-from mcinfer.config import Limits, Timeouts
+from mcinfer.config import EngineOptions, Limits, Timeouts
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.extras import requires
 
@@ -74,6 +75,20 @@ def serve(
             "--devices",
         ),
     ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="Processes that answer, each with inline sessions; all map one copy of a model's weights.",
+        ),
+    ] = 1,
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            "--reuse-port", help="Let other servers of this user listen at the same port, too."
+        ),
+    ] = False,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -143,6 +158,7 @@ def serve(
 
         import uvloop
 
+        from mcinfer.cli.processes import run_processes
         from mcinfer.cli.server import Endpoint, run
         from mcinfer.serve.models import Models
         from mcinfer.serve.service import ServeOptions
@@ -153,6 +169,19 @@ def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     given, options = _dealt(devices or [], [*files])
+    fixed: dict[str, Any] = {}
+    if processes > 1:
+        for one, reason in (
+            (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
+            (client_shared_memory, "--client-shared-memory: one process alone would know a region"),
+            ({*map(tuple, given.values())} - {("inline",)}, "--devices: each has inline sessions"),
+        ):
+            if one:
+                raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
+        # As many threads for runs as there are cores, over all processes.
+        fixed = {"devices": "inline", "options": EngineOptions(threads=1)}
+    if uds and reuse_port:
+        raise typer.BadParameter("--reuse-port: got a Unix socket, --uds, expected --port")
     usual = {
         "engine": engine,
         "max_batch_size": max_batch_size,
@@ -161,14 +190,12 @@ def serve(
         "timeouts": Timeouts(predict=timeout),
     }
 
-    def options_of(model: str) -> dict[str, Any]:
-        return {**usual, "devices": given.get(model, given.get("")), **options.get(model, {})}
-
     allowed = ServeOptions(
         max_request_bytes=max_request_bytes,
         timeout=timeout,
         client_shared_memory=client_shared_memory,
         keys=_keys(api_key_file),
+        why_fixed=_why_fixed(processes, reuse_port),
     )
     certificate = (ssl_certfile, ssl_keyfile) if ssl_certfile and ssl_keyfile else None
     if (ssl_certfile is None) != (ssl_keyfile is None):
@@ -181,11 +208,32 @@ def serve(
         certificate=certificate,
         drain=drain,
         access_log=access_log,
+        reuse_port=reuse_port,
     )
+    options_of = partial(_options_of, usual, given, options)
     with refused_as_usage():
-        served = Models(files, repository, options_of, _show_split)
+        served = Models(files, repository, options_of, _show_split, fixed)
+    if processes > 1:
+        if not run_processes(processes, served, allowed, endpoint):
+            raise typer.Exit(1)
+        return
     with Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
+
+
+def _options_of(
+    usual: dict[str, Any], devices: dict[str, Any], more: dict[str, Any], model: str
+) -> dict[str, Any]:
+    """Of a model's `Master`; a function of the module, as other processes get it."""
+    return {**usual, "devices": devices.get(model, devices.get("")), **more.get(model, {})}
+
+
+def _why_fixed(processes: int, reuse_port: bool) -> str:
+    """Why no client may load, unload or switch anything, where others would go on as before."""
+    text = "one of several processes at this address would do it, and the others would not"
+    if processes > 1:
+        return f"{text}; after SIGHUP to process {os.getpid()} all of them load their models anew"
+    return f"{text}; restart them one after the other" if reuse_port else ""
 
 
 def _show_split(master: Any) -> None:

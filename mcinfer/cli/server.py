@@ -21,10 +21,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
+from mcinfer.serve.figures import Figures
 from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models
 from mcinfer.serve.service import ServeOptions, Service
+
+ENDING = "ending"
+"""The key of `Service.ending` in the state of uvicorn's lifespan."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
@@ -40,6 +44,9 @@ _SMALL_BYTES = 1 << 16
 _MOST_TEXTS = 10_000
 """Records of the log that wait to be written."""
 
+_SILENT_SECONDS = 30
+"""A process that answers no ping of its supervisor for so long is replaced; one that starts imports first."""
+
 _UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
 """A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
 
@@ -54,6 +61,8 @@ class Endpoint:
         certificate: Files of a certificate and of its key, for TLS.
         drain: Seconds for requests to be answered when the server ends.
         access_log: Whether to log each request over HTTP.
+        reuse_port: Whether other processes of this user may listen at the same port, and have a part of the
+            connections.
     """
 
     host: str = "127.0.0.1"
@@ -63,9 +72,28 @@ class Endpoint:
     certificate: tuple[Path, Path] | None = None
     drain: float = 30.0
     access_log: bool = False
+    reuse_port: bool = False
 
     def address(self, port: int) -> str:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def place(self, listening: socket.socket) -> str:
+        """Where clients find the server."""
+        if self.uds:
+            return str(self.uds)
+        scheme = "https" if self.certificate else "http"
+        return f"{scheme}://{self.address(listening.getsockname()[1])}"
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Write records of the log without waiting, and a line for each request if that is wanted."""
+        access = logging.StreamHandler()
+        if self.access_log:
+            logger = logging.getLogger("uvicorn.access")
+            logger.addHandler(access)
+            logger.setLevel(logging.INFO)
+        with _Errors().taking_logs(access):
+            yield
 
     @contextmanager
     def listening(self) -> Iterator[socket.socket]:
@@ -85,7 +113,9 @@ class Endpoint:
     def _bound(self) -> socket.socket:
         if self.uds is None:
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            return socket.create_server((self.host, self.port), family=family, backlog=2048)
+            return socket.create_server(
+                (self.host, self.port), family=family, backlog=2048, reuse_port=self.reuse_port
+            )
         if self.uds.exists() and stat.S_ISSOCK(self.uds.stat().st_mode):
             with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
                 probe.connect(str(self.uds))
@@ -240,6 +270,8 @@ class _Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         self._ending = True
+        if ENDING in self.app_state:
+            self.app_state[ENDING].set()
         if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(_LAST_SECONDS, super().shutdown)
         else:
@@ -267,6 +299,56 @@ class _Protocol(HttpToolsProtocol):
             self._unread.cancel()
         super().connection_lost(exc)
         self._connection.lose()
+
+
+class Config(uvicorn.Config):
+    """What uvicorn goes by, with all that is served; its supervisor sends it to other processes.
+
+    Args:
+        models: Not loaded yet.
+        options: What the server allows.
+        endpoint: Where it listens.
+        folder: Where the processes of one server have their figures, or None if there is one process.
+
+    Attributes:
+        service: There once it is loaded.
+    """
+
+    service: Service
+
+    def __init__(
+        self, models: Models, options: ServeOptions, endpoint: Endpoint, folder: Path | None = None
+    ) -> None:
+        certificate, key = endpoint.certificate or (None, None)
+        super().__init__(
+            "",
+            http=_Protocol,
+            ws="none",
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=endpoint.access_log,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=ceil(endpoint.drain),
+            timeout_worker_healthcheck=_SILENT_SECONDS,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        self.models, self.options, self.endpoint, self.folder = models, options, endpoint, folder
+
+    def load_app(self) -> Any:
+        """The application, for this process."""
+        self.service = Service(self.models, self.options, Figures(self.models, self.folder))
+        is_open = self.endpoint.uds or self.options.keys or self.endpoint.host not in LOOPBACK
+        return make_app(self.service, page_routes(self.service), () if is_open else LOOPBACK)
+
+    def load(self) -> None:
+        """Load it; `InvalidInputError` if there is no such certificate."""
+        try:
+            super().load()
+        except OSError as exc:  # ssl.SSLError is one
+            raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
 
 
 class _Server(uvicorn.Server):
@@ -307,41 +389,15 @@ async def run(
         RefusedError: A model cannot be loaded.
         MissingDependencyError: gRPC is asked for, and not installed.
     """
-    access = logging.StreamHandler()
-    with endpoint.listening() as listening, _Errors().taking_logs(access):
+    with endpoint.listening() as listening, endpoint.logging():
         async with models:
-            service = Service(models, options)
-            is_open = endpoint.uds or options.keys or endpoint.host not in LOOPBACK
-            hosts = () if is_open else LOOPBACK
-            certificate, key = endpoint.certificate or (None, None)
-            config = uvicorn.Config(
-                make_app(service, page_routes(service), hosts),
-                http=_Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=endpoint.access_log,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=ceil(endpoint.drain),
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
-            )
-            if endpoint.access_log:
-                logger = logging.getLogger("uvicorn.access")
-                logger.addHandler(access)
-                logger.setLevel(logging.INFO)
-            try:
-                config.load()
-                grpc_server, grpc_port = await _grpc_server(service, endpoint)
-            except OSError as exc:  # ssl.SSLError is one
-                raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
-            port = endpoint.port if endpoint.uds else listening.getsockname()[1]
-            place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
+            config = Config(models, options, endpoint)
+            config.load()
+            grpc_server, grpc_port = await _grpc_server(config.service, endpoint)
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
-            service.settle()
-            say(f"serving {', '.join(models.loaded())} at {endpoint.uds or place}{too}")
-            await _Server(config, service, grpc_server).serve(sockets=[listening])
+            config.service.settle()
+            say(f"serving {', '.join(models.loaded())} at {endpoint.place(listening)}{too}")
+            await _Server(config, config.service, grpc_server).serve(sockets=[listening])
 
 
 async def _grpc_server(service: Service, endpoint: Endpoint) -> tuple[Any, int]:

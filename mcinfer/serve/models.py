@@ -123,6 +123,7 @@ class Models:
         files: By name, the models that are given by their files.
         repository: A folder of others, or None; models may come to it while the server runs.
         options: Of `Master`, by the model's name; a model's configuration goes before them.
+        fixed: Options of `Master` that no configuration changes.
         opened: Is called with a master whose requests may be cut or joined before any comes.
 
     Raises:
@@ -135,6 +136,7 @@ class Models:
         repository: Path | None,
         options: Callable[[str], Mapping[str, Any]],
         opened: Callable[[Master], None] = lambda _: None,
+        fixed: Mapping[str, Any] | None = None,
     ) -> None:
         for name in files:
             if not _NAME.fullmatch(name):
@@ -142,6 +144,7 @@ class Models:
         if repository is not None and not repository.is_dir():
             raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
         self._repository, self._options, self._opened = repository, options, opened
+        self._fixed = fixed or {}
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
 
@@ -233,6 +236,7 @@ class Models:
             _read_config(config, place / _CONFIG, override)
             options |= _options(config, options)
             rows = config.max_batch_size
+        options |= self._fixed
         if config.name not in ("", name):
             raise InvalidInputError(f"name: got {config.name!r}, expected {name!r}")
         engine = options.get("engine")
