@@ -160,6 +160,7 @@ def serve(
 
         from mcinfer.cli.processes import run_processes
         from mcinfer.cli.server import Endpoint, run
+        from mcinfer.machine import whole_cpus
         from mcinfer.serve.models import Models
         from mcinfer.serve.service import ServeOptions
     for file in files.values():
@@ -178,8 +179,10 @@ def serve(
         ):
             if one:
                 raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
-        # As many threads for runs as there are cores, over all processes.
-        fixed = {"devices": "inline", "options": EngineOptions(threads=1)}
+        # So many runs at once as there are cores, over all processes.
+        own = EngineOptions(threads=1)
+        threads = max(1, whole_cpus() // processes)
+        fixed = {"devices": "inline", "options": own, "inline_threads": threads}
     if uds and reuse_port:
         raise typer.BadParameter("--reuse-port: got a Unix socket, --uds, expected --port")
     usual = {
