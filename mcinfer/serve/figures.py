@@ -88,7 +88,7 @@ class Figures:
                 self._lock = take_lock(folder / f"{self.place}.lock")
                 if self._lock is not None:
                     break
-            self._before = _ended(_read(folder / f"{self.place}"))
+            self._before = ended(_read(folder / f"{self.place}"))
             self._write(self._before)  # it serves nothing yet
 
     def count(self, model: str, status: int) -> None:
@@ -102,7 +102,7 @@ class Figures:
             return own
         self._write(own)
         others = sorted(self._folder.glob("*.lock"))
-        return _sum(own if self._is_own(lock) else _other(lock) for lock in others)
+        return summed(own if self._is_own(lock) else _other(lock) for lock in others)
 
     @property
     def process(self) -> str:
@@ -116,7 +116,7 @@ class Figures:
                 self._write(self._own())
                 await asyncio.sleep(_SECONDS)
         finally:
-            self._write(_ended(self._own(), workers=False))
+            self._write(ended(self._own(), workers=False))
 
     def _is_own(self, lock: Path) -> bool:
         return lock.stem == str(self.place)
@@ -132,7 +132,7 @@ class Figures:
         served = {(each.name, each.version) for each in models}
         before = [each for each in self._before.models if (each.name, each.version) in served]
         own = Snapshot(tuple(models), answers)
-        return _sum((replace(self._before, models=tuple(before)), own))
+        return summed((replace(self._before, models=tuple(before)), own))
 
     def _write(self, snapshot: Snapshot) -> None:
         if self._folder is not None:
@@ -155,7 +155,7 @@ def _other(lock: Path) -> Snapshot:
     if fd is None:
         return found
     os.close(fd)
-    return _ended(found)
+    return ended(found)
 
 
 def _placed(one: Statistics, place: int) -> Statistics:
@@ -164,7 +164,7 @@ def _placed(one: Statistics, place: int) -> Statistics:
     return replace(one, workers=tuple(workers))
 
 
-def _ended(of: Snapshot, *, workers: bool = True) -> Snapshot:
+def ended(of: Snapshot, *, workers: bool = True) -> Snapshot:
     """What is left of the figures of a process: what was counted, and its workers if it is to come again."""
     models, none = [], dict.fromkeys(_NOW, 0)
     for each in of.models:
@@ -184,7 +184,7 @@ def _ended(of: Snapshot, *, workers: bool = True) -> Snapshot:
 # Sums.
 
 
-def _sum(snapshots: Iterable[Snapshot]) -> Snapshot:
+def summed(snapshots: Iterable[Snapshot]) -> Snapshot:
     models: dict[tuple[str, str], ModelFigures] = {}
     answers: Counter[tuple[str, int]] = Counter()
     for snapshot in snapshots:

@@ -458,6 +458,10 @@ def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel
         ((__file__, "--ssl-certfile", "x"), 2, "expected both or none"),
         (("--repository", "/nowhere"), 2, "repository: '/nowhere' is no folder"),
         ((__file__, "--api-key-file", "/dev/null"), 1, "has no key"),
+        ((__file__, "--processes", "2", "--grpc-port", "0"), 2, "--grpc-port: gRPC's own threads"),
+        ((__file__, "--processes", "2", "--client-shared-memory"), 2, "know a region"),
+        ((__file__, "--processes", "2", "--devices", "2"), 2, "each has inline sessions"),
+        ((__file__, "--reuse-port", "--uds", "x"), 2, "--reuse-port: got a Unix socket"),
     ],
 )
 def test_wrong_option_is_refused(
