@@ -2,13 +2,13 @@
 
 ::
 
-    supervisor ══ the socket ══► process: event loop ── inline sessions ──► one entry of the model cache
-               ── pings, SIGTERM ──►                 ── figures ──────────► a file in the supervisor's folder
+    supervisor ══ a socket ════► process: event loop ── inline sessions ──► one entry of the model cache
+               ── pings, SIGTERM ──►                ── figures ──────────► a file in the supervisor's folder
 
-Each process accepts from the same socket. The first one starts alone: it prepares the models, or says why it
-cannot. Once all serve, a process that dies is started again.
+The first process starts alone: it prepares the models, or says why it cannot. Once all serve, a process that
+dies is started again. What waits at its socket meanwhile is answered by the new one.
 
-Ownership: the supervisor has the socket, the folder and the processes. A process whose supervisor dies
+Ownership: the supervisor has the sockets, the folder and the processes. A process whose supervisor dies
 answers what it has accepted, and ends.
 """
 
@@ -38,6 +38,9 @@ from mcinfer.serve.service import ServeOptions
 
 _log = logging.getLogger("mcinfer.serve")
 
+_SILENT_SECONDS = 30.0
+"""A process that answers no ping for so long is replaced; one that starts answers none while it imports."""
+
 _MORE_SECONDS = 10.0
 """For a process to end, beyond those for its requests."""
 
@@ -55,11 +58,11 @@ def run_processes(count: int, models: Models, options: ServeOptions, endpoint: E
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with endpoint.listening() as listening, runtime_folder() as folder:
+        with endpoint.shared(count) as sockets, runtime_folder() as folder:
             config = _Config(models, options, endpoint, Path(folder.path))
             names = ", ".join(each["name"] for each in models.index())
-            text = f"serving {names} by {count} processes at {endpoint.place(listening)}"
-            supervisor = _Supervisor(config, listening, count, lambda: say(text))
+            text = f"serving {names} by {count} processes at {endpoint.place(sockets[0])}"
+            supervisor = _Supervisor(config, [*sockets], lambda: say(text))
             supervisor.run()
     finally:
         for number, handler in before.items():
@@ -70,26 +73,40 @@ def run_processes(count: int, models: Models, options: ServeOptions, endpoint: E
 
 
 class _Supervisor(Multiprocess):
-    """uvicorn's, with a start that may fail, and an end that has an end.
+    """uvicorn's, with a socket for each process, a start that may fail, and an end that has an end.
 
     Attributes:
         failed: Whether a process could not start.
         ended_by: The signal that ended it, or 0.
     """
 
+    handle_ttin = handle_ttou = None  # type: ignore[assignment] # there are as many as sockets
+
     def __init__(
-        self, config: Config, listening: socket.socket, count: int, say_serving: Callable[[], None]
+        self, config: Config, sockets: list[socket.socket], say_serving: Callable[[], None]
     ) -> None:
-        super().__init__(config, [listening])
-        self._count, self._say_serving, self._serving = count, say_serving, False
+        super().__init__(config, sockets)
+        self._say_serving, self._serving = say_serving, False
         self.failed, self.ended_by = False, 0
+
+    def _start(self, place: int) -> Process:
+        process = Process(self.config, [self.sockets[place]])
+        process.start()
+        return process
+
+    def init_processes(self) -> None:
+        self.processes.append(self._start(0))
 
     def keep_subprocess_alive(self) -> None:
         """Go on with the start, or have others take the places of processes that have ended."""
         if self.should_exit.is_set():  # by a signal
             return
+        ready = True
         for place, each in enumerate(self.processes):
-            if each.is_alive(self.config.timeout_worker_healthcheck):
+            each.parent_conn.send(b"ping")
+            wait((each.parent_conn, each.process.sentinel), _SILENT_SECONDS)
+            if each.process.is_alive() and each.parent_conn.poll():
+                ready &= each.parent_conn.recv()
                 continue
             each.kill()  # if it does not answer
             each.join()
@@ -100,14 +117,30 @@ class _Supervisor(Multiprocess):
                 self.failed = True
                 self.should_exit.set()
                 return
-            self.processes[place] = Process(self.config, self.sockets)
-            self.processes[place].start()
-        if not self._serving and all(each.is_ready() for each in self.processes):
-            self._serving = len(self.processes) >= self._count
-            for _ in range(len(self.processes), self._count):
-                self.handle_ttin()  # one more
-            if self._serving:
+            self.processes[place] = self._start(place)
+        if ready and not self._serving:
+            started = len(self.processes)
+            self.processes += [self._start(place) for place in range(started, len(self.sockets))]
+            if started == len(self.sockets):
+                self._serving = True
                 self._say_serving()
+
+    def restart_all(self) -> None:
+        """Replace them one after the other: two have a socket until the first of them has ended."""
+        for place, old in enumerate(self.processes):
+            new = self._start(place)
+            while not new.is_ready(1.0):
+                is_ending = {signal.SIGINT, signal.SIGTERM} & {*self.signal_queue}
+                if is_ending or not new.process.is_alive():
+                    new.kill()
+                    new.join()
+                    _log.warning(
+                        "process %s does not start, and process %s stays", new.pid, old.pid
+                    )
+                    return
+            old.terminate()
+            old.join()
+            self.processes[place] = new
 
     def handle_int(self) -> None:
         super().handle_int()

@@ -8,9 +8,9 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from pathlib import Path
 from queue import SimpleQueue
@@ -43,9 +43,6 @@ _SMALL_BYTES = 1 << 16
 
 _MOST_TEXTS = 10_000
 """Records of the log that wait to be written."""
-
-_SILENT_SECONDS = 30
-"""A process that answers no ping of its supervisor for so long is replaced; one that starts imports first."""
 
 _UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
 """A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
@@ -83,6 +80,23 @@ class Endpoint:
             return str(self.uds)
         scheme = "https" if self.certificate else "http"
         return f"{scheme}://{self.address(listening.getsockname()[1])}"
+
+    @contextmanager
+    def shared(self, count: int) -> Iterator[Sequence[socket.socket]]:
+        """A socket for each of so many processes; raises as `listening`.
+
+        The system deals out connections over sockets at one port evenly. From one socket, the process that
+        comes first takes all that wait. A Unix socket cannot be had twice, so all have the same one.
+        """
+        with ExitStack() as opened:
+            first = opened.enter_context(self.listening())
+            if self.uds:
+                yield [first] * count
+                return
+            own = replace(self, port=first.getsockname()[1], reuse_port=True)
+            if not self.reuse_port:  # no other server has the port
+                first.close()
+            yield [opened.enter_context(own.listening()) for _ in range(count)]
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -331,7 +345,6 @@ class Config(uvicorn.Config):
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=ceil(endpoint.drain),
-            timeout_worker_healthcheck=_SILENT_SECONDS,
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )
