@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -29,7 +30,7 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
 from mcinfer.cli import prefixed_log
-from mcinfer.cli.progress import say
+from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.cli.server import ENDING, Config, Endpoint
 from mcinfer.errors import McinferError
 from mcinfer.runtime.transport import runtime_folder
@@ -175,7 +176,11 @@ class _Config(Config):
     """What each process goes by."""
 
     def load(self) -> None:
-        super().load()
+        try:
+            super().load()
+        except McinferError as exc:
+            say(str(exc))
+            sys.exit(STARTUP_FAILURE)
         self.lifespan_class = _Life
 
 
@@ -189,6 +194,8 @@ class _Life:
     async def startup(self) -> None:
         """Load the models; if one fails, say so, and have uvicorn end the process."""
         threading.Thread(target=_end_with_supervisor, daemon=True).start()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes sends it to all
+        let_workers_tell()
         config, opened = self._config, self._opened
         opened.enter_context(prefixed_log())
         opened.enter_context(config.endpoint.logging())

@@ -124,12 +124,18 @@ def test_processes_end_with_their_supervisor(number: signal.Signals, fake_model:
 
 
 @pytest.mark.parametrize(
-    ("act", "text"), [("fail", "mcinfer: failed to load 'model'"), ("kill", "has ended: SIGKILL")]
+    ("act", "more", "text"),
+    [
+        ("fail", (), "mcinfer: failed to load 'model'"),
+        ("kill", (), "has ended: SIGKILL"),
+        ("", ("--ssl-certfile", __file__, "--ssl-keyfile", __file__), "mcinfer: --ssl-certfile"),
+    ],
+    ids=["fails", "dies", "certificate"],
 )
 def test_process_that_cannot_start_ends_the_start_with_one_error(
-    act: str, text: str, fake_model: FakeModel
+    act: str, more: tuple[str, ...], text: str, fake_model: FakeModel
 ) -> None:
-    with Program(COMMAND, "serve", fake_model(build=act), *TWO, "--port", 0) as program:
+    with Program(COMMAND, "serve", fake_model(build=act), *TWO, *more, "--port", 0) as program:
         ended = program.wait()
     assert ended.status == 1
     assert ended.err.count(text) == ended.err.count("\n") == 1, ended.err
