@@ -16,6 +16,7 @@ Ownership: the supervisor has the folder, a process the lock on its place until 
 import asyncio
 import fcntl
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -32,6 +33,9 @@ from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
 
 _SECONDS = 1.0
 """Between two times that a process writes its figures."""
+
+_TRIES = 4
+"""To take a place: for a moment one that looks for figures may have the lock, too."""
 
 _COUNTS = ("accepted", "succeeded", "failed", "cancelled")
 _NOW = (
@@ -84,10 +88,12 @@ class Figures:
         self._answers: Counter[tuple[str, int]] = Counter()
         self._before = Snapshot()
         if folder is not None:
-            for self.place in count():
+            for tried in count():
+                self.place = tried // _TRIES
                 self._lock = take_lock(folder / f"{self.place}.lock")
                 if self._lock is not None:
                     break
+                time.sleep(0.001)
             self._before = ended(_read(folder / f"{self.place}"))
             self._write(self._before)  # it serves nothing yet
 
@@ -102,7 +108,7 @@ class Figures:
             return own
         self._write(own)
         others = sorted(self._folder.glob("*.lock"))
-        return summed(own if self._is_own(lock) else _other(lock) for lock in others)
+        return summed(own if lock.stem == f"{self.place}" else _other(lock) for lock in others)
 
     @property
     def process(self) -> str:
@@ -117,9 +123,6 @@ class Figures:
                 await asyncio.sleep(_SECONDS)
         finally:
             self._write(ended(self._own(), workers=False))
-
-    def _is_own(self, lock: Path) -> bool:
-        return lock.stem == str(self.place)
 
     def _own(self) -> Snapshot:
         models = [
