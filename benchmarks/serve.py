@@ -137,7 +137,7 @@ def server(way: str, model: Model) -> Iterator[tuple[subprocess.Popen[bytes], in
     )
     try:
         end = monotonic() + PATIENCE
-        while not asked.is_answered(port):
+        while not all(asked.is_answered(port) for _ in range(4 * CORES)):  # by each process
             if process.poll() is not None or monotonic() > end:
                 raise SystemExit(f"{way}: the server does not get ready")
             sleep(0.1)
