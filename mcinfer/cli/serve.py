@@ -175,7 +175,7 @@ def serve(
         for one, reason in (
             (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
             (client_shared_memory, "--client-shared-memory: one process alone would know a region"),
-            ({*map(tuple, given.values())} - {("inline",)}, "--devices: each has inline sessions"),
+            (any(d != ["inline"] for d in given.values()), "--devices: each has inline sessions"),
         ):
             if one:
                 raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
