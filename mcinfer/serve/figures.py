@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
+from math import isnan
 from operator import add
 from pathlib import Path
 
@@ -219,6 +220,7 @@ def _added(old: Statistics, new: Statistics) -> Statistics:
             workers=old.health.workers + new.health.workers,
         ),
         workers=tuple(workers[index] for index in sorted(workers)),
+        join_gain=old.join_gain if isnan(new.join_gain) else new.join_gain,
     )
 
 
