@@ -93,10 +93,13 @@ class Endpoint:
             if self.uds:
                 yield [first] * count
                 return
-            own = replace(self, port=first.getsockname()[1], reuse_port=True)
-            if not self.reuse_port:  # no other server has the port
-                first.close()
-            yield [opened.enter_context(own.listening()) for _ in range(count)]
+            sockets, port = [first], first.getsockname()[1]
+            if not self.reuse_port:
+                first.close()  # it has shown that no other server has the port
+                sockets = []
+            own = replace(self, port=port, reuse_port=True)
+            sockets += [opened.enter_context(own.listening()) for _ in range(len(sockets), count)]
+            yield sockets
 
     @contextmanager
     def logging(self) -> Iterator[None]:

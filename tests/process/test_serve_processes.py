@@ -144,8 +144,10 @@ def test_process_that_cannot_start_ends_the_start_with_one_error(
 def test_servers_share_a_port_and_change_nothing_by_address(fake_model: FakeModel) -> None:
     options = (*OPTIONS, "--devices", "inline", "--reuse-port")
     with ExitStack() as stack:
-        one = stack.enter_context(Server(fake_model(), *options))
+        one = stack.enter_context(Server(fake_model(), *TWO, "--reuse-port"))
         other = stack.enter_context(Server(fake_model(), *options, "--port", one.address[1]))
+        with ThreadPoolExecutor(16) as pool:
+            assert {each.status for each in pool.map(other.infer, [X] * 32)} == {200}
         assert one.end() == 143
         np.testing.assert_array_equal(other.infer(X).values, 2 * X + 1)
         answer = other.ask("/v2/repository/models/model/unload", b"{}")
