@@ -177,7 +177,7 @@ bench-peers: .venv-suites/installed
 bench-openvino: .venv-suites/installed
 	.venv-suites/bin/python benchmarks/engines.py --write docs/openvino.md
 
-# The server over HTTP against the same one over a plain session, and KServe's: docs/serving.md.
+# The server over HTTP against the same one over a plain session, and others: docs/serving.md.
 bench-serve: .venv-suites/installed
 	.venv-suites/bin/python benchmarks/serve.py --write docs/serving.md
 
@@ -246,7 +246,7 @@ $(VENV)/installed-%: $(VENV)/installed
 	.venv-suites/bin/$(PIP) 'pip>=25.1' # earlier ones know no groups, and take very long to find what fits
 	.venv-suites/bin/$(PIP) --editable '.[bench,cpu,diffusers,grpc,openvino,ray,serve]' --group test --group plots \
 	    $(MODELS) $(SERVE_CLIENTS) $(DIFFUSERS) $(TORCH) $(DEPLOY) \
-	    locust loky pillow playwright requests scikit-learn trustme
+	    'granian[uvloop]==2.8.7' loky mosec==0.9.8 pillow playwright requests scikit-learn trustme
 	touch $@
 
 .venv-release/installed: Makefile

@@ -1,30 +1,31 @@
-"""What a server over HTTP takes: `mcinfer serve` against the same server over a plain session, and KServe's.
+"""What a server over HTTP takes: `mcinfer serve` against a plain session behind it, and other servers.
 
     python benchmarks/serve.py [--quick] [--only PART] [--write docs/serving.md]
 
-locust's clients send binary requests of one row, each as soon as its last one is answered, from a process of
-its own on the same machine. The servers have turns in each round: mcinfer with a worker for each core; the
-same without joining requests (*apart*); mcinfer's server over one session of ONNX Runtime that as many
-threads run (`serve_threads.py`); KServe's with a process for each core (`serve_kserve.py`). Then what clients
-see while a worker is killed each second. The memory is the PSS of all processes of a server after its load.
+Clients send requests of one row, each as soon as its last one is answered, from a process of their own on
+the same machine (`serve_load.c`, built with `cc`). The servers have turns in each round: mcinfer with a
+worker for each core; with a process for each core (*processes*); mcinfer's server over one session of ONNX
+Runtime that as many threads run (`serve_threads.py`); KServe's and mosec's, and granian with nothing but a
+session behind it, with a process for each core (`serve_kserve.py`, `serve_mosec.py`, `serve_granian.py`).
+mosec and granian have no protocol: requests and answers are the values of one tensor. Then what clients see
+while a worker is killed each second. The memory is the PSS of all processes of a server after its load.
 """
 
-import csv
 import http.client
 import json
-import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from time import monotonic, sleep
 
+import numpy as np
 import psutil
 from measuring import (
     MEGABYTE,
@@ -36,29 +37,32 @@ from measuring import (
     pss_with_children,
     table,
 )
-from models import Model, usual_models
+from models import Model, mlp, normal, usual_models
+from serve_threads import CORES, session_of_one_thread
 
 from mcinfer.bench.load import rotated
+from mcinfer.examples import encoder
 
 HERE = Path(__file__).resolve().parent
-CLIENTS = (1, 16)
-SECONDS = 6
+CLIENTS = (1, 8, 64)
+SECONDS = 3
 PATIENCE = 120.0
 """Seconds for a server to be ready, and for its end."""
 
-CORES = len(os.sched_getaffinity(0))
-_MCINFER = (
-    *f"-m mcinfer serve --name model --devices {CORES}".split(),
-    *("{model}", "--port", "{port}"),
-)
+_MCINFER = ("-m", "mcinfer", "serve", "--name", "model", "{model}", "--port", "{port}")
 WAYS = {
-    "mcinfer": _MCINFER,
-    "mcinfer apart": (*_MCINFER, "--max-batch-size", "1"),
+    "mcinfer": (*_MCINFER, "--devices", f"{CORES}"),
+    "processes": (*_MCINFER, "--processes", f"{CORES}"),
     "threads": (f"{HERE / 'serve_threads.py'}", "{model}", "{port}"),
     "KServe": (f"{HERE / 'serve_kserve.py'}", "{model}", "{port}"),
+    "mosec": (f"{HERE / 'serve_mosec.py'}", "{model}", "{port}", "1"),
+    "mosec, 8 rows": (f"{HERE / 'serve_mosec.py'}", "{model}", "{port}", "8"),
+    "granian": (f"{HERE / 'serve_granian.py'}", "{model}", "{port}"),
 }
-TARGETS = {"threads": 0.9, "KServe": 1.0, "mcinfer apart": None}
-"""What mcinfer's rate over theirs is wanted to be, at least."""
+RAW = {"mosec": "/inference", "mosec, 8 rows": "/inference", "granian": "/"}
+"""Where those without a protocol take requests."""
+
+TINY = "tiny, 0.02 ms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,27 +73,71 @@ class Load:
         rate: Answers with a result, a second.
         half_ms: Within so many milliseconds half of them came.
         most_ms: And 99 of 100.
-        failures: What else came, in words, and how often.
+        refused: Answers with another status than 200.
+        lost: Connections that ended before the answer.
+        busy_ms: Processor time of the server for an answer.
     """
 
     rate: float
     half_ms: float
     most_ms: float
-    failures: Mapping[str, int]
+    refused: int
+    lost: int
+    busy_ms: float
+
+
+class Asked:
+    """A request of one row to a server, and its right answer."""
+
+    def __init__(self, way: str, model: Model) -> None:
+        ((name, row),) = model.inputs.items()
+        self._right = session_of_one_thread(str(model.path)).run(None, {name: row})[0]
+        self._path, self._body, headers = RAW.get(way, ""), row.tobytes(), {}
+        if not self._path:
+            about = {"name": name, "datatype": "FP32", "shape": [*row.shape]}
+            inputs = [{**about, "parameters": {"binary_data_size": row.nbytes}}]
+            asked = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+            head = json.dumps(asked).encode()
+            headers = {"Inference-Header-Content-Length": f"{len(head)}"}
+            self._path, self._body = "/v2/models/model/infer", head + self._body
+        self._headers = {"Host": "localhost", "Content-Length": f"{len(self._body)}", **headers}
+
+    def as_sent(self) -> bytes:
+        lines = [f"POST {self._path} HTTP/1.1", *map(": ".join, self._headers.items())]
+        return "\r\n".join([*lines, "", ""]).encode() + self._body
+
+    def is_answered(self, port: int) -> bool:
+        """Whether a server gives the right answer; `SystemExit` if it gives another one."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        try:
+            connection.request("POST", self._path, self._body, self._headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        if response.status != 200:
+            return False
+        values = np.frombuffer(answer[-self._right.nbytes :], np.float32)
+        if not np.allclose(values, self._right.ravel(), rtol=1e-4, atol=1e-5):
+            raise SystemExit("a server gives a wrong answer")
+        return True
 
 
 @contextmanager
-def server(way: str, model: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def server(way: str, model: Model) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server that is ready, and its port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    words = [word.format(model=model, port=port) for word in WAYS[way]]
+    asked = Asked(way, model)
+    words = [word.format(model=model.path, port=port) for word in WAYS[way]]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         end = monotonic() + PATIENCE
-        while not is_ready(port):
+        while not all(asked.is_answered(port) for _ in range(4 * CORES)):  # by each process
             if process.poll() is not None or monotonic() > end:
                 raise SystemExit(f"{way}: the server does not get ready")
             sleep(0.1)
@@ -102,59 +150,59 @@ def server(way: str, model: Path) -> Iterator[tuple[subprocess.Popen[bytes], int
         process.wait()
 
 
-def is_ready(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
-    with suppress(OSError):
-        connection.request("GET", "/v2/models/model/ready")
-        return connection.getresponse().status == 200
-    return False
-
-
-def load(folder: Path, model: Model, port: int, clients: int, seconds: int) -> Load:
-    """Let clients ask for so many seconds."""
-    ((name, row),) = model.inputs.items()
-    tensor = {"name": name, "datatype": "FP32", "shape": [*row.shape]}
-    about = {**tensor, "parameters": {"binary_data_size": row.nbytes}}
-    head = json.dumps({"inputs": [about], "parameters": {"binary_data_output": True}}).encode()
-    (folder / "body").write_bytes(head + row.tobytes())
-    environment = {"SERVE_BODY": str(folder / "body"), "SERVE_HEAD_BYTES": f"{len(head)}"}
-    words = ["-m", "locust", "-f", str(HERE / "serve_load.py"), "--headless", "--only-summary"]
-    words += ["--users", f"{clients}", "--spawn-rate", f"{clients}", "--run-time", f"{seconds}s"]
-    words += ["--host", f"http://127.0.0.1:{port}", "--csv", str(folder / "load")]
-    subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        timeout=seconds + PATIENCE,
-        check=False,  # it is 1 if a request failed
-    )
-    total = rows_of(folder / "load_stats.csv")[-1]
-    failures = {
-        row["Error"].split(" for url")[0]: int(row["Occurrences"])
-        for row in rows_of(folder / "load_failures.csv")
-    }
-    failed = float(total["Failure Count"]) / max(1.0, float(total["Request Count"]))
+def load(
+    folder: Path, way: str, model: Model, served: tuple[int, int], clients: int, seconds: float
+) -> Load:
+    """Let clients ask a server, of which the process id and the port are given, for so many seconds."""
+    pid, port = served
+    (folder / "request").write_bytes(Asked(way, model).as_sent())
+    program, before = build_load(folder), busy_seconds(pid)
+    words = [str(program), f"{port}", f"{clients}", f"{seconds}", str(folder / "request")]
+    ended = subprocess.run(words, capture_output=True, timeout=seconds + PATIENCE, check=True)
+    came = json.loads(ended.stdout)
+    busy = busy_seconds(pid) - before
     return Load(
-        rate=float(total["Requests/s"]) * (1 - failed),
-        half_ms=milliseconds(total["50%"]),
-        most_ms=milliseconds(total["99%"]),
-        failures=failures,
+        rate=came["answers"] / came["seconds"],
+        half_ms=came["half_ms"],
+        most_ms=came["most_ms"],
+        refused=came["refused"],
+        lost=came["lost"],
+        busy_ms=busy * 1e3 / max(1, came["answers"]),
     )
 
 
-def milliseconds(text: str) -> float:
-    """Where nothing was answered there is no number."""
-    return inf if text == "N/A" else float(text)
+def build_load(folder: Path) -> Path:
+    program = folder / "load"
+    if not program.exists():
+        compiler = shutil.which("cc")
+        if compiler is None:
+            raise SystemExit("cc: there is no C compiler to build serve_load.c with")
+        source = HERE / "serve_load.c"
+        subprocess.run([compiler, "-O2", "-o", program, source], check=True)
+    return program
 
 
-def rows_of(file: Path) -> list[dict[str, str]]:
-    with file.open(encoding="utf-8", newline="") as text:
-        return [*csv.DictReader(text)]
+def busy_seconds(pid: int) -> float:
+    """Processor time of a process and all below it, so far."""
+    own = psutil.Process(pid)
+    times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def models_of(setting: Setting) -> list[Model]:
-    found = [model for model in usual_models(setting.folder) if len(model.inputs) == 1]
-    return found[:1] if setting.quick else found
+    """A tiny model, a small encoder, an MLP, and convolutions."""
+    image = np.random.default_rng(0).random((1, 3, 32, 32), np.float32)
+    tiny = Model(name=TINY, path=encoder(), inputs={"image": image})
+    if setting.quick:
+        return [tiny]
+    layers = mlp(setting.folder / "mlp.onnx", layers=4, external_data=False)
+    known = {model.name: model for model in usual_models(setting.folder)}
+    return [
+        tiny,
+        known["encoder, 1 ms"],
+        Model(name="MLP, 67 MB", path=layers, inputs=normal(1, 2048)),
+        known["MobileNetV2's structure"],
+    ]
 
 
 def measure(setting: Setting) -> Lines:
@@ -164,37 +212,49 @@ def measure(setting: Setting) -> Lines:
 
 
 def measure_model(setting: Setting, model: Model) -> Lines:
-    folder, seconds = setting.folder, max(2, round(setting.seconds(SECONDS)))
+    folder, seconds = setting.folder, setting.seconds(SECONDS)
     seen: dict[tuple[str, int], list[Load]] = {}
     memory: dict[str, list[int]] = {way: [] for way in WAYS}
     for number in range(setting.rounds):
         for way in rotated([*WAYS], number):
-            with server(way, model.path) as (process, port):
-                load(folder, model, port, 4, 2)  # warm
+            with server(way, model) as (process, port):
+                served = (process.pid, port)
+                load(folder, way, model, served, 16, 1.5)  # warm
                 for clients in CLIENTS:
-                    seen.setdefault((way, clients), []).append(
-                        load(folder, model, port, clients, seconds)
-                    )
+                    came = load(folder, way, model, served, clients, seconds)
+                    seen.setdefault((way, clients), []).append(came)
                 memory[way].append(pss_with_children(process.pid))
     rows = [
         (
             f"{way}, {clients} client{'s' if clients > 1 else ''}",
             f"{middle([each.rate for each in loads]):.0f}",
-            f"{middle([each.half_ms for each in loads]):.0f} ms",
-            f"{middle([each.most_ms for each in loads]):.0f} ms",
-            f"{sum(sum(each.failures.values()) for each in loads)}",
+            f"{middle([each.half_ms for each in loads]):.2f} ms",
+            f"{middle([each.most_ms for each in loads]):.2f} ms",
+            f"{middle([each.busy_ms for each in loads]):.3f} ms",
+            f"{sum(each.refused + each.lost for each in loads)}",
             f"{middle(memory[way]) / MEGABYTE:.0f} MB",
         )
         for (way, clients), loads in sorted(seen.items(), key=lambda item: item[0][1])
     ]
-    head = (model.name, "answers/s", "half within", "99 % within", "failed", "memory")
-    yield table(head, rows)
+    head = ("answers/s", "half within", "99 % within", "busy for one", "failed", "memory")
+    yield table((model.name, *head), rows)
+
+    def rates(way: str, clients: int) -> list[float]:
+        return [each.rate for each in seen[way, clients]]
+
     for clients in CLIENTS:
-        for other, bound in TARGETS.items():
-            ours, theirs = seen["mcinfer", clients], seen[other, clients]
-            series = Series(tuple(a.rate / b.rate for a, b in zip(ours, theirs, strict=True)))
-            text = f"answers/s, {clients} clients, mcinfer / {other}"
+        mosec = [*map(max, rates("mosec", clients), rates("mosec, 8 rows", clients))]
+        for way, other, theirs, bound in (
+            ("mcinfer", "threads", rates("threads", clients), 0.9),
+            ("mcinfer", "KServe", rates("KServe", clients), 1.0),
+            ("processes", "granian", rates("granian", clients), 0.9),
+            ("processes", "mosec's best", mosec, 0.6 if model.name == TINY else 1.0),
+        ):
+            series = Series(tuple(a / b for a, b in zip(rates(way, clients), theirs, strict=True)))
+            text = f"answers/s, {clients} clients, {way} / {other}"
             yield str(Ratio(text=text, series=series, bound=bound))
+    parts = Series(tuple(a / b for a, b in zip(memory["processes"], memory["mosec"], strict=True)))
+    yield str(Ratio(text="memory, processes / mosec", series=parts, bound=0.5, at_least=False))
 
 
 def middle(values: Sequence[float]) -> float:
@@ -224,20 +284,20 @@ def measure_kills(setting: Setting) -> Lines:
     """What clients see while a worker is killed each second."""
     folder, model = setting.folder, models_of(setting)[0]
     yield f"A worker is killed each second ({model.name}):"
-    for way in ("mcinfer", "KServe"):
-        with server(way, model.path) as (process, port):
-            load(folder, model, port, 4, 2)
+    for way in ("mcinfer", "processes", "KServe"):
+        with server(way, model) as (process, port):
+            served = (process.pid, port)
+            load(folder, way, model, served, 4, 1.5)
             killer = Killer(process.pid)
             killer.start()
             try:
-                came = load(folder, model, port, CLIENTS[-1], 2 * SECONDS)
+                came = load(folder, way, model, served, 8, 4 * SECONDS)
             finally:
                 killer.ended.set()
                 killer.join()
-        bad = ", ".join(f"{number} of {text}" for text, number in came.failures.items())
         yield (
-            f"  {way}: {killer.killed} workers killed, {came.rate:.0f} answers/s, 99 % within "
-            f"{came.most_ms:.0f} ms, failed: {bad or 'none'}"
+            f"  {way}: {killer.killed} killed, {came.rate:.0f} answers/s, 99 % within {came.most_ms:.0f} ms, "
+            f"{came.lost} connections lost, {came.refused} requests refused"
         )
 
 

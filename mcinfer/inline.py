@@ -397,6 +397,8 @@ class InlinePool(Doors):
             else:
                 self._news.append(job)
                 self._work.notify()
+            if self.finished:  # a signal's handler has closed it meanwhile: no thread is left
+                self._settle(job, ClosedError("the master was closed"), now)
 
     def _await_room(self, job: Job, wait: bool) -> None:
         end = job.call.start + job.call.timeout

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(arguments: Sequence[str] | None, came: list[int]) -> int:
     try:
-        with _prefixed_log(), _signals_as_interrupts(came), naming_limit():
+        with prefixed_log(), _signals_as_interrupts(came), naming_limit():
             if find_spec("typer") is None:
                 raise MissingDependencyError(
                     f"the command line needs the package typer: {install('cli')}"
@@ -97,7 +97,7 @@ def _open_streams() -> None:
 
 
 @contextmanager
-def _prefixed_log() -> Iterator[None]:
+def prefixed_log() -> Iterator[None]:
     """Print warnings that are logged, unless logging is configured."""
     before = logging.lastResort
     handler = logging.StreamHandler()

@@ -5,6 +5,7 @@ import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,20 @@ def serve(
             "--devices",
         ),
     ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="Processes that answer, each with inline sessions; all map one copy of a model's weights.",
+        ),
+    ] = 1,
+    reuse_port: Annotated[
+        bool,
+        typer.Option(
+            "--reuse-port", help="Let other servers of this user listen at the same port, too."
+        ),
+    ] = False,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -184,7 +199,9 @@ def serve(
 
         import uvloop
 
+        from mcinfer.cli.processes import run_processes
         from mcinfer.cli.server import Endpoint, run
+        from mcinfer.machine import whole_cpus
         from mcinfer.serve.models import Models
         from mcinfer.serve.service import ServeOptions
     for file in files.values():
@@ -195,6 +212,20 @@ def serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     engine_options = EngineOptions(custom_operators=[*map(os.path.abspath, custom_ops or [])])
     given, options = _dealt(devices or [], [*files], engine_options)
+    fixed: dict[str, Any] = {}
+    if processes > 1:
+        for one, reason in (
+            (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
+            (client_shared_memory, "--client-shared-memory: one process alone would know a region"),
+            (any(d != ["inline"] for d in given.values()), "--devices: each has inline sessions"),
+        ):
+            if one:
+                raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
+        # So many runs at once as there are cores, over all processes.
+        threads = max(1, whole_cpus() // processes)
+        fixed = {"devices": "inline", "options": {"threads": 1}, "inline_threads": threads}
+    if uds and reuse_port:
+        raise typer.BadParameter("--reuse-port: got a Unix socket, --uds, expected --port")
     usual = {
         "options": engine_options,
         "engine": engine,
@@ -204,15 +235,13 @@ def serve(
         "timeouts": Timeouts(predict=timeout),
     }
 
-    def options_of(model: str) -> dict[str, Any]:
-        return {**usual, "devices": given.get(model, given.get("")), **options.get(model, {})}
-
     allowed = ServeOptions(
         max_request_bytes=max_request_bytes,
         timeout=timeout,
         client_shared_memory=client_shared_memory,
         keys=_keys(api_key_file),
         strict_readiness=strict_readiness,
+        why_fixed=_why_fixed(processes, reuse_port),
     )
     certificate = (ssl_certfile, ssl_keyfile) if ssl_certfile and ssl_keyfile else None
     if (ssl_certfile is None) != (ssl_keyfile is None):
@@ -225,11 +254,17 @@ def serve(
         certificate=certificate,
         drain=drain,
         access_log=access_log,
+        reuse_port=reuse_port,
     )
+    options_of = partial(_options_of, usual, given, options)
     with refused_as_usage():
         control = _control(model_control_mode, load_model or [], repository_poll_secs)
         control = replace(control, exit_on_error=exit_on_error)
-        served = Models(files, repository, options_of, _show_split, control)
+        served = Models(files, repository, options_of, _show_split, fixed, control)
+    if processes > 1:
+        if not run_processes(processes, served, allowed, endpoint):
+            raise typer.Exit(1)
+        return
     with Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(served, allowed, endpoint, say))
 
@@ -247,6 +282,21 @@ def _control(mode: str | None, first: Sequence[str], seconds: float) -> Any:
     if mode == "explicit":
         return Control(first=None if "*" in first else first)
     return Control(by_clients=mode is None, poll=seconds if mode == "poll" else 0.0)
+
+
+def _options_of(
+    usual: dict[str, Any], devices: dict[str, Any], more: dict[str, Any], model: str
+) -> dict[str, Any]:
+    """Of a model's `Master`; a function of the module, as other processes get it."""
+    return {**usual, "devices": devices.get(model, devices.get("")), **more.get(model, {})}
+
+
+def _why_fixed(processes: int, reuse_port: bool) -> str:
+    """Why no client may load, unload or switch anything, where others would go on as before."""
+    text = "one of several processes at this address would do it, and the others would not"
+    if processes > 1:
+        return f"{text}; after SIGHUP to process {os.getpid()} all of them load their models anew"
+    return f"{text}; restart them one after the other" if reuse_port else ""
 
 
 def _show_split(master: Any) -> None:

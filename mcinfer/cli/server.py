@@ -8,9 +8,9 @@ import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,10 +21,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
+from mcinfer.serve.figures import Figures
 from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.service import ServeOptions, Service
+
+ENDING = "ending"
+"""The key of `Service.ending` in the state of uvicorn's lifespan."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
@@ -54,6 +58,8 @@ class Endpoint:
         certificate: Files of a certificate and of its key, for TLS.
         drain: Seconds for requests to be answered when the server ends.
         access_log: Whether to log each request over HTTP.
+        reuse_port: Whether other processes of this user may listen at the same port, and have a part of the
+            connections.
     """
 
     host: str = "127.0.0.1"
@@ -63,9 +69,48 @@ class Endpoint:
     certificate: tuple[Path, Path] | None = None
     drain: float = 30.0
     access_log: bool = False
+    reuse_port: bool = False
 
     def address(self, port: int) -> str:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def place(self, listening: socket.socket) -> str:
+        """Where clients find the server."""
+        if self.uds:
+            return str(self.uds)
+        scheme = "https" if self.certificate else "http"
+        return f"{scheme}://{self.address(listening.getsockname()[1])}"
+
+    @contextmanager
+    def shared(self, count: int) -> Iterator[Sequence[socket.socket]]:
+        """A socket for each of so many processes; raises as `listening`.
+
+        The system deals out connections over sockets at one port evenly. From one socket, the process that
+        comes first takes all that wait. A Unix socket cannot be had twice, so all have the same one.
+        """
+        with ExitStack() as opened:
+            first = opened.enter_context(self.listening())
+            if self.uds:
+                yield [first] * count
+                return
+            sockets, port = [first], first.getsockname()[1]
+            if not self.reuse_port:
+                first.close()  # it has shown that no other server has the port
+                sockets = []
+            own = replace(self, port=port, reuse_port=True)
+            sockets += [opened.enter_context(own.listening()) for _ in range(len(sockets), count)]
+            yield sockets
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Write records of the log without waiting, and a line for each request if that is wanted."""
+        access = logging.StreamHandler()
+        if self.access_log:
+            logger = logging.getLogger("uvicorn.access")
+            logger.addHandler(access)
+            logger.setLevel(logging.INFO)
+        with _Errors().taking_logs(access):
+            yield
 
     @contextmanager
     def listening(self) -> Iterator[socket.socket]:
@@ -85,7 +130,9 @@ class Endpoint:
     def _bound(self) -> socket.socket:
         if self.uds is None:
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            return socket.create_server((self.host, self.port), family=family, backlog=2048)
+            return socket.create_server(
+                (self.host, self.port), family=family, backlog=2048, reuse_port=self.reuse_port
+            )
         if self.uds.exists() and stat.S_ISSOCK(self.uds.stat().st_mode):
             with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
                 probe.connect(str(self.uds))
@@ -240,6 +287,8 @@ class _Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         self._ending = True
+        if ENDING in self.app_state:
+            self.app_state[ENDING].set()
         if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(_LAST_SECONDS, super().shutdown)
         else:
@@ -267,6 +316,55 @@ class _Protocol(HttpToolsProtocol):
             self._unread.cancel()
         super().connection_lost(exc)
         self._connection.lose()
+
+
+class Config(uvicorn.Config):
+    """What uvicorn goes by, with all that is served; its supervisor sends it to other processes.
+
+    Args:
+        models: Not loaded yet.
+        options: What the server allows.
+        endpoint: Where it listens.
+        folder: Where the processes of one server have their figures, or None if there is one process.
+
+    Attributes:
+        service: There once it is loaded.
+    """
+
+    service: Service
+
+    def __init__(
+        self, models: Models, options: ServeOptions, endpoint: Endpoint, folder: Path | None = None
+    ) -> None:
+        certificate, key = endpoint.certificate or (None, None)
+        super().__init__(
+            "",
+            http=_Protocol,
+            ws="none",
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            access_log=endpoint.access_log,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=ceil(endpoint.drain),
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        self.models, self.options, self.endpoint, self.folder = models, options, endpoint, folder
+
+    def load_app(self) -> Any:
+        """The application, for this process."""
+        self.service = Service(self.models, self.options, Figures(self.models, self.folder))
+        is_open = self.endpoint.uds or self.options.keys or self.endpoint.host not in LOOPBACK
+        return make_app(self.service, page_routes(self.service), () if is_open else LOOPBACK)
+
+    def load(self) -> None:
+        """Load it; `InvalidInputError` if there is no such certificate."""
+        try:
+            super().load()
+        except OSError as exc:  # ssl.SSLError is one
+            raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
 
 
 class _Server(uvicorn.Server):
@@ -307,43 +405,16 @@ async def run(
         RefusedError: A model cannot be loaded.
         MissingDependencyError: gRPC is asked for, and not installed.
     """
-    access = logging.StreamHandler()
-    with endpoint.listening() as listening, _Errors().taking_logs(access):
+    with endpoint.listening() as listening, endpoint.logging():
         async with models:
-            service = Service(models, options)
-            is_open = endpoint.uds or options.keys or endpoint.host not in LOOPBACK
-            hosts = () if is_open else LOOPBACK
-            certificate, key = endpoint.certificate or (None, None)
-            config = uvicorn.Config(
-                make_app(service, page_routes(service), hosts),
-                http=_Protocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=endpoint.access_log,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=ceil(endpoint.drain),
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
-            )
-            if endpoint.access_log:
-                logger = logging.getLogger("uvicorn.access")
-                logger.addHandler(access)
-                logger.setLevel(logging.INFO)
-            try:
-                config.load()
-                grpc_server, grpc_port = await _grpc_server(service, endpoint)
-            except OSError as exc:  # ssl.SSLError is one
-                raise InvalidInputError(f"--ssl-certfile, --ssl-keyfile: {exc}") from exc
-            port = endpoint.port if endpoint.uds else listening.getsockname()[1]
-            place = f"{'https' if certificate else 'http'}://{endpoint.address(port)}"
+            config = Config(models, options, endpoint)
+            config.load()
+            grpc_server, grpc_port = await _grpc_server(config.service, endpoint)
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
             settle()
-            say(
-                f"serving {', '.join(dict(models.loaded())) or 'no model'} at {endpoint.uds or place}{too}"
-            )
-            await _Server(config, service, grpc_server).serve(sockets=[listening])
+            names = ", ".join(dict(models.loaded())) or "no model"
+            say(f"serving {names} at {endpoint.place(listening)}{too}")
+            await _Server(config, config.service, grpc_server).serve(sockets=[listening])
 
 
 async def _grpc_server(service: Service, endpoint: Endpoint) -> tuple[Any, int]:

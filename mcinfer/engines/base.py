@@ -494,7 +494,9 @@ class ArrayEngine(Engine):
         return [produced_from(spec, array.copy()) for spec, array in outputs if spec.name in names]
 
     def arm(self) -> None:
-        self._stop.clear()
+        # It takes no lock, which `cancel` would wait for while a signal's handler runs in here.
+        if self._stop.is_set():
+            self._stop = threading.Event()
 
     def cancel(self) -> None:
         self._stop.set()

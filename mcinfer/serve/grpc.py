@@ -56,7 +56,7 @@ def _answers(service: Service) -> dict[str, Callable[[Any], Any]]:
         "ModelStatistics": lambda a: service.statistics(a.name, a.version),
         "RepositoryIndex": lambda a: {"models": service.index(ready=a.ready)},
         "RepositoryModelLoad": load,
-        "RepositoryModelUnload": lambda a: service.models.unload(a.model_name),
+        "RepositoryModelUnload": lambda a: service.unload(a.model_name),
     }
 
 

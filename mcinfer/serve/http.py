@@ -249,7 +249,7 @@ class _Infer:
         for part in parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": parts[-1]})
-        self._service.count(place["model"] if instance else "", status)
+        self._service.figures.count(place["model"] if instance else "", status)
 
     async def _answer(
         self,
@@ -474,7 +474,7 @@ def make_app(
     post: dict[str, Any] = {
         "/v2/repository/index": answers(service.index),
         "/v2/repository/models/{model}/load": answers(service.load),
-        "/v2/repository/models/{model}/unload": answers(service.models.unload),
+        "/v2/repository/models/{model}/unload": answers(service.unload),
         f"{system}/region/{{name}}/register": register,
         f"{card}/region/{{name}}/register": answers(refuse_card),
         "/v2/logging": answers(service.log_settings),

@@ -6,7 +6,7 @@ Without a viewer there is no work. The events' format: https://html.spec.whatwg.
 import asyncio
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -23,7 +23,6 @@ from starlette.responses import HTMLResponse, StreamingResponse
 from starlette.routing import Route
 
 from mcinfer.serve.inference import public
-from mcinfer.serve.models import Instance
 from mcinfer.serve.service import Service
 from mcinfer.statistics import Histogram, Statistics
 
@@ -77,17 +76,19 @@ def _own_megabytes(pid: int | None) -> int | None:
 def page_routes(service: Service) -> list[Route]:
     """The page, and the events that keep it new."""
 
-    def taken() -> Mapping[Instance, tuple[str, Statistics]]:
-        loaded = service.models.loaded()
-        return {each: (name, each.master.statistics()) for name, each in loaded}
+    def taken() -> dict[tuple[str, str], Statistics]:
+        return {
+            (each.name, each.version): each.statistics for each in service.figures.taken().models
+        }
 
     async def page(_: Request) -> HTMLResponse:
         parts = [
-            f"<section><h2>{escape(name)} <small>{instance.version}</small></h2>"
+            f"<section><h2>{escape(name)} <small>{version}</small></h2>"
             f"<pre>{escape(public(str(statistics)))}</pre></section>"
-            for instance, (name, statistics) in taken().items()
+            for (name, version), statistics in taken().items()
         ]
         text = _PAGE.replace("<!--figures-->", "".join(parts) or "<p>No model is loaded.</p>")
+        text = text.replace("<!--process-->", service.figures.process)
         return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY + " ".join(_SCRIPTS)})
 
     async def events() -> AsyncIterator[bytes]:
@@ -97,9 +98,9 @@ def page_routes(service: Service) -> list[Route]:
                 await asyncio.wait_for(service.ending.wait(), _SECONDS)
             now, seconds = taken(), monotonic() - then
             models = [
-                {"name": name, "version": each.version, **_figures(new, before[each][1], seconds)}
-                for each, (name, new) in now.items()
-                if each in before
+                {"name": each[0], "version": each[1], **_figures(new, before[each], seconds)}
+                for each, new in now.items()
+                if each in before and before[each].accepted <= new.accepted  # it is the same master
             ]
             before, then = now, then + seconds
             yield b"data: " + orjson.dumps(models) + b"\n\n"

@@ -177,6 +177,7 @@ class Models:
         files: By name, the models that are given by their files.
         repository: A folder of others, or None; models may come to it while the server runs.
         options: Of `Master`, by the model's name; a model's configuration goes before them.
+        fixed: Options of `Master` that no configuration changes; of ``options``, these fields.
         opened: Is called with a master whose requests may be cut or joined before any comes.
         control: Which models to load, and when.
 
@@ -190,6 +191,7 @@ class Models:
         repository: Path | None,
         options: Callable[[str], Mapping[str, Any]],
         opened: Callable[[Master], None] = lambda _: None,
+        fixed: Mapping[str, Any] | None = None,
         control: Control = Control(),
     ) -> None:
         for name in files:
@@ -198,6 +200,7 @@ class Models:
         if repository is not None and not repository.is_dir():
             raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
         self._repository, self._options, self._opened = repository, options, opened
+        self._fixed = fixed or {}
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
         self._control = control
@@ -378,6 +381,8 @@ class Models:
             )
         options = {"max_batch_size": 1, **self._options(name)}
         options |= said.options(options)
+        given = options.get("options", EngineOptions())
+        options |= {**self._fixed, "options": replace(given, **self._fixed.get("options", {}))}
         engine, files = options.get("engine"), {"1": place}
         if place.is_dir():
             found = [p.name for p in place.iterdir() if p.is_dir() and _VERSION.fullmatch(p.name)]

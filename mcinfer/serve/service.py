@@ -8,15 +8,15 @@ from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mcinfer import __version__
 from mcinfer.exporters.prometheus import families
+from mcinfer.serve.figures import Figures
 from mcinfer.serve.inference import public
 from mcinfer.serve.models import Models, RefusedError
 from mcinfer.serve.regions import Regions
@@ -47,6 +47,8 @@ class ServeOptions:
         client_shared_memory: Whether clients may register shared memory.
         keys: Who shows one of them is admitted; all are if there is none.
         strict_readiness: Whether the server is ready only while all its models are.
+        why_fixed: Why no client may change the server, as one of several processes alone would take the
+            change; empty if clients may.
     """
 
     max_request_bytes: int = 64 << 20
@@ -54,6 +56,7 @@ class ServeOptions:
     client_shared_memory: bool = False
     keys: Sequence[str] = ()
     strict_readiness: bool = True
+    why_fixed: str = ""
 
 
 class Service(Collector):
@@ -61,19 +64,19 @@ class Service(Collector):
 
     Attributes:
         ending: Is set when the server ends; load balancers should send no more requests.
+        figures: What was counted.
     """
 
-    def __init__(self, models: Models, options: ServeOptions) -> None:
+    def __init__(
+        self, models: Models, options: ServeOptions, figures: Figures | None = None
+    ) -> None:
         self.models, self.options = models, options
+        self.figures = figures or Figures(models)
         self.regions = Regions(options.client_shared_memory)
         self.ending = asyncio.Event()
         self._keys = [hashlib.sha256(key.encode()).digest() for key in options.keys]
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        text = "Answers over HTTP to requests for a model's outputs, by status."
-        names = ("model", "status")
-        answers = Counter("mcinfer_http_answers", text, names, registry=self._registry)
-        self._answers = cache(answers.labels)
 
     def admits(self, authorization: str) -> bool:
         """Whether a header ``Authorization`` has a key: ``Bearer KEY``, or ``Basic`` with it as password."""
@@ -122,10 +125,10 @@ class Service(Collector):
         if name:
             self.models.instance(name, version)  # it is served
         found = []
-        for each, instance in self.models.loaded(name):
-            if version not in ("", instance.version):
+        for each in self.figures.taken().models:
+            if name not in ("", each.name) or version not in ("", each.version):
                 continue
-            now = instance.master.statistics()
+            now = each.statistics
             busy = sum(worker.busy_seconds for worker in now.workers)
             parts = ("queue", "compute_input", "compute_output", "cache_hit", "cache_miss")
             times = {
@@ -136,9 +139,9 @@ class Service(Collector):
             }
             found.append(
                 {
-                    "name": each,
-                    "version": instance.version,
-                    "last_inference": int(instance.last * 1e3),
+                    "name": each.name,
+                    "version": each.version,
+                    "last_inference": int(each.last * 1e3),
                     "inference_count": int(now.batch_sizes.total),
                     "execution_count": now.batch_sizes.count,
                     "inference_stats": times,
@@ -153,23 +156,34 @@ class Service(Collector):
 
     async def load(self, name: str, *, parameters: dict[str, Any] | None = None) -> None:
         """Load a model, maybe with a configuration in JSON among the parameters, as ``config``."""
+        self._check_change()
         if any(key.startswith("file:") for key in parameters or ()):
             text = f"failed to load '{name}', models come from files of the server alone"
             raise RefusedError(400, text)
         config = (parameters or {}).get("config")
         await self.models.load(name, None if config is None else str(config))
 
+    async def unload(self, name: str) -> None:
+        """Serve a model no more."""
+        self._check_change()
+        await self.models.unload(name)
+
+    def _check_change(self) -> None:
+        if self.options.why_fixed:
+            raise RefusedError(501, self.options.why_fixed)
+
     # Figures.
 
-    def count(self, model: str, status: int) -> None:
-        """Count an answer; `model` is empty for one that is not there."""
-        self._answers(model, status).inc()
-
     def collect(self) -> Iterator[Metric]:
-        """The figures of all masters, for Prometheus' registry."""
-        loaded = self.models.loaded()
-        snapshots = [((name, i.version), i.master.statistics()) for name, i in loaded]
-        return families(("model", "version"), snapshots)
+        """All figures, for Prometheus' registry."""
+        taken = self.figures.taken()
+        snapshots = [((each.name, each.version), each.statistics) for each in taken.models]
+        yield from families(("model", "version"), snapshots)
+        text = "Answers over HTTP to requests for a model's outputs, by status."
+        answers = CounterMetricFamily("mcinfer_http_answers", text, labels=("model", "status"))
+        for model, status, number in taken.answers:
+            answers.add_metric((model, str(status)), number)
+        yield answers
 
     def metrics(self) -> bytes:
         return generate_latest(self._registry)
@@ -185,6 +199,8 @@ class Service(Collector):
         """What the logger ``mcinfer`` shows after these changes, by Triton's names."""
         logger = logging.getLogger("mcinfer")
         asked = (log_verbose_level, log_info, log_warning, log_error)
+        if any(wanted is not None for wanted in asked):
+            self._check_change()
         for wanted, level in zip(asked, _LEVELS.values(), strict=True):
             if wanted is not None and bool(wanted) != logger.isEnabledFor(level):
                 logger.setLevel(level if wanted else level + 10)

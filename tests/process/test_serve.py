@@ -490,6 +490,10 @@ def test_model_of_a_repository_that_cannot_be_loaded_leaves_the_server_not_ready
         ),
         ((__file__, "--exit-on-error=no"), 2, "got 'no', expected true or false"),
         ((__file__, "--api-key-file", "/dev/null"), 1, "has no key"),
+        ((__file__, "--processes", "2", "--grpc-port", "0"), 2, "--grpc-port: gRPC's own threads"),
+        ((__file__, "--processes", "2", "--client-shared-memory"), 2, "know a region"),
+        ((__file__, "--processes", "2", "--devices", "2"), 2, "each has inline sessions"),
+        ((__file__, "--reuse-port", "--uds", "x"), 2, "--reuse-port: got a Unix socket"),
     ],
 )
 def test_wrong_option_is_refused(

@@ -75,9 +75,10 @@ class Server:
     ) -> None:
         """Start it, and return once it serves; its process runs the program `before` first."""
         ports = [] if {"--uds", "--port"} & {*arguments} else ["--port", "0"]
+        ports += [] if "--processes" in arguments else ["--grpc-port", "0"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 closed by __exit__
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *ports, "--grpc-port", "0"]
+            [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *ports]
             + [str(argument) for argument in arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -103,9 +104,10 @@ class Server:
         return os.pread(self._output.fileno(), 1 << 20, 0).decode()
 
     def workers(self) -> list[int]:
-        """The processes of its workers."""
+        """The processes of its workers, or those of several that answer."""
         children = psutil.Process(self.pid).children()
-        return [child.pid for child in children if is_alive(child.pid)]
+        found = [child for child in children if is_alive(child.pid)]
+        return [c.pid for c in found if "resource_tracker" not in " ".join(c.cmdline())]
 
     @property
     def address(self) -> tuple[str, int]:

@@ -1,0 +1,222 @@
+"""Several processes of ``mcinfer serve`` at one address, by uvicorn's supervisor.
+
+::
+
+    supervisor ══ a socket ════► process: event loop ── inline sessions ──► one entry of the model cache
+               ── pings, SIGTERM ──►                ── figures ──────────► a file in the supervisor's folder
+
+The first process starts alone: it prepares the models, or says why it cannot. Once all serve, a process that
+dies is started again. What waits at its socket meanwhile is answered by the new one.
+
+Ownership: the supervisor has the sockets, the folder and the processes. A process whose supervisor dies
+answers what it has accepted, and ends.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from multiprocessing import parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
+
+from mcinfer.cli import prefixed_log
+from mcinfer.cli.progress import let_workers_tell, say
+from mcinfer.cli.server import ENDING, Config, Endpoint
+from mcinfer.errors import McinferError
+from mcinfer.runtime.transport import runtime_folder
+from mcinfer.serve.models import Models, settle
+from mcinfer.serve.service import ServeOptions
+
+_log = logging.getLogger("mcinfer.serve")
+
+_SILENT_SECONDS = 30.0
+"""A process that answers no ping for so long is replaced; one that starts answers none while it imports."""
+
+_MORE_SECONDS = 10.0
+"""For a process to end, beyond those for its requests."""
+
+
+def run_processes(count: int, models: Models, options: ServeOptions, endpoint: Endpoint) -> bool:
+    """Serve by so many processes until SIGINT or SIGTERM, which is raised again afterwards.
+
+    SIGHUP replaces them one after the other, and the new ones load the models anew.
+
+    Returns:
+        False if a process could not load a model. It has said why.
+
+    Raises:
+        InvalidInputError: The address is taken.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with endpoint.shared(count) as sockets, runtime_folder() as folder:
+            config = _Config(models, options, endpoint, Path(folder.path))
+            names = ", ".join(each["name"] for each in models.index())
+            text = f"serving {names} by {count} processes at {endpoint.place(sockets[0])}"
+            supervisor = _Supervisor(config, [*sockets], lambda: say(text))
+            supervisor.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if supervisor.ended_by:
+        signal.raise_signal(supervisor.ended_by)
+    return not supervisor.failed
+
+
+class _Supervisor(Multiprocess):
+    """uvicorn's, with a socket for each process, a start that may fail, and an end that has an end.
+
+    Attributes:
+        failed: Whether a process could not start.
+        ended_by: The signal that ended it, or 0.
+    """
+
+    handle_ttin = handle_ttou = None  # type: ignore[assignment] # there are as many as sockets
+
+    def __init__(
+        self, config: Config, sockets: list[socket.socket], say_serving: Callable[[], None]
+    ) -> None:
+        super().__init__(config, sockets)
+        self._say_serving, self._serving = say_serving, False
+        self.failed, self.ended_by = False, 0
+
+    def _start(self, place: int) -> Process:
+        process = Process(self.config, [self.sockets[place]])
+        process.start()
+        return process
+
+    def init_processes(self) -> None:
+        self.processes.append(self._start(0))
+
+    def keep_subprocess_alive(self) -> None:
+        """Go on with the start, or have others take the places of processes that have ended."""
+        if self.should_exit.is_set():  # by a signal
+            return
+        ready = True
+        for place, each in enumerate(self.processes):
+            each.parent_conn.send(b"ping")
+            wait((each.parent_conn, each.process.sentinel), _SILENT_SECONDS)
+            if each.process.is_alive() and each.parent_conn.poll():
+                ready &= each.parent_conn.recv()
+                continue
+            each.kill()  # if it does not answer
+            each.join()
+            if (status := each.exitcode) != STARTUP_FAILURE:  # of which the process has spoken
+                how = signal.Signals(-status).name if status and status < 0 else f"status {status}"
+                _log.warning("process %s has ended: %s", each.pid, how)
+            if status == STARTUP_FAILURE or not self._serving:
+                self.failed = True
+                self.should_exit.set()
+                return
+            self.processes[place] = self._start(place)
+        if ready and not self._serving:
+            started = len(self.processes)
+            self.processes += [self._start(place) for place in range(started, len(self.sockets))]
+            if started == len(self.sockets):
+                self._serving = True
+                self._say_serving()
+
+    def restart_all(self) -> None:
+        """Replace them one after the other: two have a socket until the first of them has ended."""
+        for place, old in enumerate(self.processes):
+            new = self._start(place)
+            while not new.is_ready(1.0):
+                is_ending = {signal.SIGINT, signal.SIGTERM} & {*self.signal_queue}
+                if is_ending or not new.process.is_alive():
+                    new.kill()
+                    new.join()
+                    _log.warning(
+                        "process %s does not start, and process %s stays", new.pid, old.pid
+                    )
+                    return
+            old.terminate()
+            old.join()
+            self.processes[place] = new
+
+    def handle_int(self) -> None:
+        super().handle_int()
+        self.ended_by = signal.SIGINT
+
+    def handle_term(self) -> None:
+        super().handle_term()
+        self.ended_by = signal.SIGTERM
+
+    def terminate_all(self) -> None:
+        """End them; what still loads has accepted nothing."""
+        for each in self.sockets:
+            each.close()
+        for process in self.processes:
+            process.terminate() if self._serving else process.kill()
+
+    def join_all(self) -> None:
+        """Wait for them; another SIGINT goes on to them, and then they drop what they have accepted."""
+        end = monotonic() + (self.config.timeout_graceful_shutdown or 0) + _MORE_SECONDS
+        while running := {p.pid: p.process for p in self.processes if p.exitcode is None}:
+            wait([process.sentinel for process in running.values()], 0.1)
+            again = signal.SIGINT in self.signal_queue
+            self.signal_queue.clear()
+            for pid, process in running.items():
+                if again and pid:
+                    os.kill(pid, signal.SIGINT)
+                if monotonic() > end:
+                    process.kill()
+
+
+class _Config(Config):
+    """What each process goes by."""
+
+    def load(self) -> None:
+        try:
+            super().load()
+        except McinferError as exc:
+            say(str(exc))
+            sys.exit(STARTUP_FAILURE)
+        self.lifespan_class = _Life
+
+
+class _Life:
+    """The models of one process while it serves, in the place of what ASGI calls a lifespan."""
+
+    def __init__(self, config: _Config) -> None:
+        self._config, self._opened = config, AsyncExitStack()
+        self.state, self.should_exit = {ENDING: config.service.ending}, False
+
+    async def startup(self) -> None:
+        """Load the models; if one fails, say so, and have uvicorn end the process."""
+        threading.Thread(target=_end_with_supervisor, daemon=True).start()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes sends it to all
+        let_workers_tell()
+        config, opened = self._config, self._opened
+        opened.enter_context(prefixed_log())
+        opened.enter_context(config.endpoint.logging())
+        try:
+            await opened.enter_async_context(config.models)
+        except (McinferError, OSError) as exc:
+            await opened.aclose()
+            say(str(exc))
+            self.should_exit = True
+            return
+        settle()
+        keeping = asyncio.create_task(config.service.figures.keep())
+        opened.push_async_callback(asyncio.wait, (keeping,))
+        opened.callback(keeping.cancel)
+
+    async def shutdown(self) -> None:
+        """End the models: there is no request any more."""
+        await self._opened.aclose()
+
+
+def _end_with_supervisor() -> None:
+    if supervisor := parent_process():
+        supervisor.join()
+    os.kill(os.getpid(), signal.SIGTERM)
