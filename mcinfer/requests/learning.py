@@ -124,6 +124,8 @@ class Learner:
             CancelledError: What `call.offer` got was called.
             McinferError: As `Master.predict`.
         """
+        if call.pieces == 1 and not self.joins:
+            return None
         if self.may_look(call) and (answer := self._look(call)) is not None:
             return answer
         if call.pieces > 1 or call.joins:
