@@ -434,8 +434,8 @@ def make_app(
         return probe("ready", service.model_ready(model, version), name=model)
 
     async def register(request: Request) -> Response:
-        client = request.client and (request.client.host, request.client.port)
-        answer = answers(partial(service.regions.register, client))
+        ends = (request.scope["client"], request.scope["server"])
+        answer = answers(partial(service.regions.register, *ends))
         return cast("Response", await answer(request))
 
     def refuse_card(*_: str) -> None:

@@ -20,7 +20,9 @@ from mcinfer.serve.documents import Size, TensorParameters
 from mcinfer.serve.models import RefusedError
 
 _MAX_REGIONS = 1024
-_MAX_READ_BYTES = 64 << 20
+End = tuple[str, int | None]
+"""One end of a connection: address and port, or a path and None."""
+
 _FOLDER = "/dev/shm"  # noqa: S108 where shm_open(3) makes its objects
 
 
@@ -59,9 +61,7 @@ class Region:
             done += count
 
     def read(self) -> bytes:
-        """All of it; `InvalidInputError` if that is much, for a client's object takes no memory by itself."""
-        if self.size > _MAX_READ_BYTES:
-            raise InvalidInputError(f"strings in shared memory may have {_MAX_READ_BYTES} bytes")
+        """All of it; `InvalidInputError` if the object has become shorter."""
         memory = bytearray(self.size)
         self.read_into(memoryview(memory))
         return bytes(memory)
@@ -88,7 +88,8 @@ class Regions:
 
     def register(
         self,
-        client: tuple[str, int] | None,
+        client: End | None,
+        server: End,
         name: str,
         *,
         key: str,
@@ -98,7 +99,8 @@ class Regions:
         """Open an object. It must belong to this process's user, and so must the client that asks for it.
 
         Args:
-            client: The client's address and port; None if it came by a socket that only this user can open.
+            client: The client's end of its connection; None if the system knows it no more.
+            server: This process's end of it; without a port it is a socket that only this user can open.
             name: Of the region.
             key: The object's name.
             byte_size: Of the part that is meant.
@@ -111,7 +113,7 @@ class Regions:
         if not self.allowed:
             text = "shared memory of clients is off: start the server with --client-shared-memory"
             raise RefusedError(403, text)
-        if client is not None and _user_of(*client) != os.geteuid():
+        if server[1] is not None and (client is None or _user_of(client, server) != os.geteuid()):
             text = "shared memory is for clients on the server's machine, of the server's user"
             raise RefusedError(403, text)
         own = key.removeprefix("/")
@@ -157,16 +159,22 @@ class Regions:
         return self._regions[name].part(given)
 
 
-def _user_of(address: str, port: int) -> int | None:
-    """The user of a client on this machine, by its end of the connection as proc(5) lists it."""
-    family, table = (socket.AF_INET6, "tcp6") if ":" in address else (socket.AF_INET, "tcp")
-    packed = socket.inet_pton(family, address.partition("%")[0])
-    words = [
-        packed[i : i + 4][::-1] for i in range(0, len(packed), 4)
-    ]  # each a number of this machine's
-    local = f"{b''.join(words).hex().upper()}:{port:04X}"
+def _user_of(client: End, server: End) -> int | None:
+    """The user of a client on this machine, by its connection to this process as proc(5) lists it.
+
+    The client's end alone would not do: another user's can have the same one, with another server.
+    """
+    table = "tcp6" if ":" in client[0] else "tcp"
+    ends = (_listed(*client), _listed(*server))
     for line in Path(f"/proc/net/{table}").read_text("ascii").splitlines():
-        own, _, state, _, _, _, user = line.split()[1:8]
-        if own == local and state == "01":  # established
+        own, other, state, _, _, _, user = line.split()[1:8]
+        if (own, other) == ends and state == "01":  # established
             return int(user)
     return None
+
+
+def _listed(address: str, port: int | None) -> str:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    packed = socket.inet_pton(family, address.partition("%")[0])
+    words = [packed[i : i + 4][::-1] for i in range(0, len(packed), 4)]  # this machine's numbers
+    return f"{b''.join(words).hex().upper()}:{port or 0:04X}"

@@ -1,7 +1,13 @@
 """Tensors in memory that `tritonclient` shares with the server."""
 
+import http.client
+import json
 import os
+import signal
+import socket
+import struct
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +268,57 @@ def test_memory_of_a_card_is_not_registered_and_its_status_is_empty(client: Clie
     client.own.unregister_cuda_shared_memory("one")
     with client.refused(501):
         client.own.register_cuda_shared_memory("one", b"handle", 0, 100)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
+def test_other_user_at_the_port_of_one_of_the_server_s_user_is_refused(
+    server: Server, client: Client
+) -> None:
+    """The server's user has connections to others there, which the system may list first."""
+
+    def connected(port: int, address: tuple[str, int]) -> socket.socket:
+        made = held.enter_context(socket.socket())
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(("127.0.0.1", port))
+        made.connect(address)
+        return made
+
+    own = models.SHARED_MEMORY / f"{models.OBJECTS}own"
+    own.write_bytes(bytes(100))
+    with ExitStack() as held:
+        held.callback(own.unlink)
+        others = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(9)]
+        port = connected(0, others[0].getsockname()).getsockname()[1]
+        for other in others[1:]:
+            connected(port, other.getsockname())
+        os.seteuid(65534)
+        try:
+            stranger = connected(port, server.address)
+        finally:
+            os.seteuid(0)
+        asked = http.client.HTTPConnection(*server.address)
+        asked.sock = stranger
+        body = json.dumps({"key": f"/{own.name}", "byte_size": 100})
+        asked.request("POST", "/v2/systemsharedmemory/region/own/register", body)
+        assert asked.getresponse().status == 403
+    assert client.own.get_system_shared_memory_status() == []
+
+
+def test_client_that_is_gone_when_it_is_accepted_registers_nothing(
+    server: Server, client: Client
+) -> None:
+    """The system has no address for it any more, as for one by a Unix socket."""
+    own = models.SHARED_MEMORY / f"{models.OBJECTS}own"
+    own.write_bytes(bytes(100))
+    body = json.dumps({"key": f"/{own.name}", "byte_size": 100})
+    head = f"POST /v2/systemsharedmemory/region/own/register HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    try:
+        server.send_signal(signal.SIGSTOP)
+        with socket.create_connection(server.address) as gone:
+            gone.sendall((head + body).encode())
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.send_signal(signal.SIGCONT)
+        assert client.own.get_system_shared_memory_status() == []
+    finally:
+        own.unlink()
+        client.own.unregister_system_shared_memory()
