@@ -123,6 +123,9 @@ def serve(
     max_request_bytes: Annotated[
         int, typer.Option(metavar="BYTES", min=1, help="Most bytes of a request.")
     ] = 64 << 20,
+    max_connections: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="Most connections over HTTP at once.")
+    ] = 1000,
     api_key_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Keys, one in a line: clients must show one."),
@@ -252,6 +255,7 @@ def serve(
         uds=uds,
         grpc_port=grpc_port,
         certificate=certificate,
+        max_connections=max_connections,
         drain=drain,
         access_log=access_log,
         reuse_port=reuse_port,

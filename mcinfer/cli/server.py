@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,7 +34,11 @@ ENDING = "ending"
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 
 _HEAD_BYTES, _HEAD_SECONDS = 64 << 10, 20.0
-"""Of a request's line and headers: most bytes, and seconds for them to come."""
+"""Of a request's line and headers: most bytes, and seconds for them to come, with what is left of an answered
+request's body."""
+
+_LOOK_SECONDS = 1.0
+"""How often a connection looks whether its client is late."""
 
 _LAST_SECONDS = 1.0
 """How long an idle connection stays when the server ends: its client may be about to ask."""
@@ -56,6 +61,7 @@ class Endpoint:
         uds: Path of a Unix socket that only this user can open, in place of host and port.
         grpc_port: None for no gRPC; 0 is any free one.
         certificate: Files of a certificate and of its key, for TLS.
+        max_connections: Most connections over HTTP at once.
         drain: Seconds for requests to be answered when the server ends.
         access_log: Whether to log each request over HTTP.
         reuse_port: Whether other processes of this user may listen at the same port, and have a part of the
@@ -67,6 +73,7 @@ class Endpoint:
     uds: Path | None = None
     grpc_port: int | None = None
     certificate: tuple[Path, Path] | None = None
+    max_connections: int = 1000
     drain: float = 30.0
     access_log: bool = False
     reuse_port: bool = False
@@ -120,12 +127,17 @@ class Endpoint:
         except OSError as exc:
             place = self.uds or self.address(self.port)
             raise InvalidInputError(f"cannot listen at {place}: {exc.strerror or exc}") from exc
+        # Keeps the file's number from another file: the next server may have put its own there.
+        own = os.open(self.uds, os.O_PATH) if self.uds else None
         try:
             with listening:
                 yield listening
         finally:
-            if self.uds:
-                self.uds.unlink(missing_ok=True)
+            if self.uds and own is not None:
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(own), self.uds.lstat()):
+                        self.uds.unlink()
+                os.close(own)
 
     def _bound(self) -> socket.socket:
         if self.uds is None:
@@ -230,46 +242,55 @@ class _Writer(asyncio.Transport):
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection with limits on heads and on answers that are not read; bodies have `ServeOptions`."""
+    """A connection with limits on heads, and an end for a client that is late; bodies have `ServeOptions`.
 
-    _late: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-    _head, _ending, _has_body, _in_head = 0, False, False, False
+    It is the client's turn until a head is complete, after an answer, and while an answer waits to be read.
+    """
+
+    _head, _ending, _goes_on = 0, False, False
+    _left, _read_by = 0, inf
+
+    def __init__(self, most: int, **given: Any) -> None:
+        super().__init__(**given)
+        self._most = most
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._connection = Connection()
         self._writer = _Writer(transport, self._connection)
         self.app_state = {**self.app_state, CONNECTION: self._connection}
-        self._wait_for_head()
+        self._due = self.loop.time() + _HEAD_SECONDS
+        self._look()
+        if len(self.connections) > self._most:
+            transport.write(_refusal(f"there are {self._most} connections, the limit"))
+            transport.close()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._stop_waiting()
-        self._head, self._in_head = 0, True
-
-    def _wait_for_head(self) -> None:
-        self._late = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
-
-    def _stop_waiting(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _look(self) -> None:
+        """End the connection if its client is late: there is no timer that a byte puts off."""
+        now, left = self.loop.time(), self.transport.get_write_buffer_size()
+        if left:
+            if not self._left or left <= self._left - _LEAST_READ:
+                self._left, self._read_by = left, now + _UNREAD_SECONDS
+            self._due = max(self._due, now + _HEAD_SECONDS)
+        else:
+            self._left, self._read_by = 0, inf
+        if now > min(self._due, self._read_by):
+            self.transport.abort()
+        self._timer = self.loop.call_later(_LOOK_SECONDS, self._look)
 
     def data_received(self, data: bytes) -> None:
-        self._has_body = False
+        self._goes_on = False
         super().data_received(data)
-        if self._in_head and self._late is None:
-            self._wait_for_head()
-        self._head = 0 if self._has_body else self._head + len(data)
+        self._head = 0 if self._goes_on else self._head + len(data)
         if self._head > _HEAD_BYTES:  # the lines after a body in chunks are kept, too
             self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
-        self._has_body = True
+        self._goes_on = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._goes_on = True
         super().on_message_complete()
         self.scope["state"][WHOLE] = True
         if not self.pipeline:
@@ -277,13 +298,17 @@ class _Protocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
-        self._stop_waiting()
-        self._in_head = False
+        self._due = inf
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.transport = self._writer
             if self._ending:
                 self.cycle.keep_alive = False
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # there is no further one
+            self._due = self.loop.time() + _HEAD_SECONDS
 
     def shutdown(self) -> None:
         self._ending = True
@@ -294,28 +319,21 @@ class _Protocol(HttpToolsProtocol):
         else:
             super().shutdown()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._wait_for_reader()
-
-    def _wait_for_reader(self, before: float = inf) -> None:
-        left = self.transport.get_write_buffer_size()
-        if left > before - _LEAST_READ:
-            self.transport.abort()
-        else:
-            self._unread = self.loop.call_later(_UNREAD_SECONDS, self._wait_for_reader, left)
-
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
+        self._left = 0  # more may follow at once
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        if self._unread is not None:
-            self._unread.cancel()
+        self._timer.cancel()
         super().connection_lost(exc)
         self._connection.lose()
+
+
+def _refusal(text: str) -> bytes:
+    body = b'{"error":"%s"}' % text.encode()
+    lines = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n" % len(body)
+    return head + lines + b"\r\n" + body
 
 
 class Config(uvicorn.Config):
@@ -339,7 +357,7 @@ class Config(uvicorn.Config):
         certificate, key = endpoint.certificate or (None, None)
         super().__init__(
             "",
-            http=_Protocol,
+            http=partial(_Protocol, endpoint.max_connections),  # type: ignore[arg-type]
             ws="none",
             loop="uvloop",
             lifespan="off",

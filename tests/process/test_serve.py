@@ -234,13 +234,41 @@ def test_grpc_refuses_what_is_no_message_and_more_tensors_than_any_model_has(
 def test_client_that_neither_asks_nor_reads_is_let_go_and_a_slow_one_gets_its_answer(
     fake_model: FakeModel,
 ) -> None:
-    limits = "from mcinfer.cli import server; server._HEAD_SECONDS = server._UNREAD_SECONDS = 3.0"
+    limits = "from mcinfer.cli import server; server._HEAD_SECONDS = server._UNREAD_SECONDS = 2.0"
     options = ("--name", "model", "--engine", "fake", "--devices", 1)
     with Server(fake_model(), *options, before=limits) as server:
         with socket.create_connection(server.address, PATIENCE) as silent:
             silent.sendall(b"GET /v2 HTTP/1.1\r\n")
             with suppress(ConnectionResetError):
                 assert silent.recv(1) == b""
+        with ExitStack() as held:
+            late = [
+                held.enter_context(socket.create_connection(server.address, PATIENCE))
+                for _ in "123"
+            ]
+            for unfinished, asked in zip(
+                late,
+                (
+                    b"POST /v2/nothing HTTP/1.1\r\nContent-Length: 99",
+                    b"POST /v2/repository/index HTTP/1.1\r\nContent-Length: 99999999",
+                    b"GET /v2 HTTP/1.1\r\nTransfer-Encoding: chunked",
+                ),
+                strict=True,
+            ):
+                unfinished.sendall(asked + b"\r\nHost: localhost\r\n\r\n")
+                assert unfinished.recv(1 << 16)
+                unfinished.sendall(b"1")  # of its body
+            for unfinished in late:
+                with suppress(ConnectionResetError):
+                    while unfinished.recv(1 << 16):
+                        pass
+        with ExitStack() as held:
+            full, size = held.enter_context(deaf_to(server, 400)), len(server.ask("/").body)
+            # Of some, little more waits than the system has room for, which does not hold up the server.
+            pages, peers = unread(full) // size, {full.getsockname()}
+            for more in range(-2, 8, 2):
+                peers.add(held.enter_context(deaf_to(server, pages + more)).getsockname())
+            wait_until(lambda: not peers & peers_of(server), PATIENCE)
         body, headers = binary_request(
             np.zeros((1 << 20, 4), np.float32), parameters={"binary_data_output": True}
         )
@@ -263,6 +291,46 @@ def test_client_that_neither_asks_nor_reads_is_let_go_and_a_slow_one_gets_its_an
                 got += len(part)
                 time.sleep(0.01)
         assert got > 1 << 24
+
+
+def peers_of(server: Server) -> set[Any]:
+    """The addresses of those that it has connections with."""
+    return {each.raddr for each in psutil.Process(server.pid).net_connections("tcp4")}
+
+
+def deaf_to(server: Server, pages: int) -> socket.socket:
+    """A connection that asks for so many pages, and reads none."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(server.address)
+    client.sendall(pages * b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return client
+
+
+def unread(client: socket.socket) -> int:
+    """What its connection holds in the system once that is no more, by the two ends in proc(5)."""
+    ports, before, now = {client.getsockname()[1], client.getpeername()[1]}, -1, 0
+    while now != before or not now:
+        time.sleep(0.2)
+        before, now = now, 0
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            own, other, _, queues = line.split()[1:5]
+            if {int(end.partition(":")[2], 16) for end in (own, other)} == ports:
+                now += sum(int(size, 16) for size in queues.split(":"))
+    return now
+
+
+def test_connections_past_the_limit_are_refused_until_another_ends(fake_model: FakeModel) -> None:
+    options = ("--engine", "fake", "--devices", "inline", "--max-connections", 3)
+    with Server(fake_model(), *options) as server, ExitStack() as held:
+        idle = [socket.create_connection(server.address, PATIENCE) for _ in range(3)]
+        for each in idle:
+            held.enter_context(each)
+        answer = server.ask("/v2")
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert answer.error == "there are 3 connections, the limit"
+        idle[0].close()
+        wait_until(lambda: server.ask("/v2").status == 200)
 
 
 @pytest.mark.parametrize("rows", [1, 1 << 16], ids=["small", "large"])
@@ -326,6 +394,16 @@ def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> 
     assert places == sorted(places)
 
 
+def test_many_requests_that_are_sent_at_once_are_no_endless_head(server: Server) -> None:
+    asked = 1500 * b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(server.address, PATIENCE) as client:
+        client.sendall(asked + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = bytearray()
+        while part := client.recv(1 << 16):
+            answers += part
+    assert answers.count(b"HTTP/1.1 200") == 1501
+
+
 def test_stream_of_grpc_that_is_cancelled_leaves_no_request(fake_model: FakeModel) -> None:
     model = fake_model(when={"-1": "sleep:3600"})
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--timeout", 3600)
@@ -376,7 +454,7 @@ def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(fake_model: Fa
             asked = [pool.submit(server.infer, slow) for _ in range(6)]
             wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 6)
             server.send_signal(signal.SIGTERM)
-            wait_until(lambda: not is_listening(server))
+            wait_until(lambda: not is_listening(server.address))
             idle.request("GET", "/v2/health/ready")
             last = idle.getresponse()
             assert (last.status, last.getheader("connection")) == (503, "close")
@@ -385,9 +463,28 @@ def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(fake_model: Fa
         wait_until(lambda: not any(map(is_alive, workers)))
 
 
-def is_listening(server: Server) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(server.address) == 0
+def test_end_of_a_server_leaves_the_socket_of_the_next_one(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "socket"
+    model = fake_model(when={f"{SLOW:g}": "sleep:2"})
+    options = ("--uds", path, "--name", "model", "--engine", "fake", "--devices", "inline")
+    with Server(model, *options) as old, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(old.infer, np.full((1, 4), SLOW, np.float32))
+        wait_until(lambda: old.figure("mcinfer_requests_in_flight") == 1)
+        old.send_signal(signal.SIGTERM)
+        wait_until(lambda: not is_listening(str(path)))
+        with Server(model, *options) as new:
+            assert asked.result(PATIENCE).status == 200
+            assert old.wait() == 143
+            assert new.infer(X).status == 200
+            new.end()
+    assert not path.exists()
+
+
+def is_listening(place: tuple[str, int] | str) -> bool:
+    with socket.socket(socket.AF_UNIX if isinstance(place, str) else socket.AF_INET) as probe:
+        return probe.connect_ex(place) == 0
 
 
 def test_log_that_nothing_reads_holds_up_neither_answers_nor_the_end(fake_model: FakeModel) -> None:
