@@ -105,6 +105,18 @@ def test_form_has_values_of_every_type_and_shape(
             )
 
 
+def test_model_may_have_the_name_of_what_every_object_has(
+    browser: Browser, serve: Serve, fake_model: Held
+) -> None:
+    names = ["__proto__", "constructor"]
+    models = [fake_model()] * 2
+    words = [word for name in names for word in ("--name", name)]
+    server = serve(*models, *words, "--engine", "fake", "--devices", "inline")
+    with opened(browser, server) as page:
+        expect(page.locator("h2 b")).to_have_text(["ready", "ready"])
+        expect(page.locator(".charts polyline")).to_have_count(10)
+
+
 def test_answer_in_the_form_of_an_image_is_drawn(
     browser: Browser, serve: Serve, fake_model: Held
 ) -> None:
