@@ -1,9 +1,12 @@
 """Tests of mcinfer/serve/http.py that need no socket: bodies as they come, and clients that hang up."""
 
 import asyncio
+import json
+import os
 import tracemalloc
 import zlib
 from collections.abc import Iterable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +42,7 @@ class Client:
 
 async def body_of(client: Client, coding: str = "identity") -> bytes:
     headers = {b"content-encoding": coding.encode()}
-    return await _Body(client.receive, headers, ServeOptions(max_request_bytes=MIB)).rest()
+    return await _Body(client.receive, headers, ServeOptions(max_request_bytes=MIB)).rest(2 * MIB)
 
 
 def test_promised_bytes_take_no_memory_before_they_come() -> None:
@@ -108,3 +111,85 @@ def test_client_that_hangs_up_in_its_body_is_no_fault_of_the_server_s() -> None:
     client = Client([b"{"], ends=False)
     asyncio.run(ask(client))
     assert client.sent[0]["status"] == 499
+
+
+def asked_of(path: str, body: bytes, models: Models, **options: Any) -> tuple[Message, bytes, int]:
+    """The answer's start and body, and how often the event loop went round meanwhile."""
+
+    async def ask() -> tuple[Message, bytes, int]:
+        async with models:
+            service = Service(models, ServeOptions(**options))
+            app, client, rounds = make_app(service), Client([body]), 0
+            scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
+            ends = {"client": ("here", 1), "server": ("socket", None), "headers": []}
+            if options.get("client_shared_memory"):
+                own, size = ("socket", None), REGION.stat().st_size
+                service.regions.register(own, own, "region", key=REGION.name, byte_size=size)
+                os.truncate(REGION, size - 1)
+            asking = asyncio.ensure_future(app({**scope, **ends}, client.receive, client.send))
+            while not asking.done():
+                rounds += 1
+                await asyncio.sleep(0)
+            await asking
+            return client.sent[0], b"".join(each["body"] for each in client.sent[1:]), rounds
+
+    return asyncio.run(ask())
+
+
+REGION = Path(f"/dev/shm/mcinfer-test-{os.getpid()}")  # noqa: S108 where regions are
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Models:
+    tensors = [["x", "float32", ["rows", "columns"]]]
+    content = {"inputs": tensors, "outputs": [["y", *tensors[0][1:], {"from": "x"}]]}
+    (tmp_path / "m.json").write_text(json.dumps(content))
+    options = {"engine": "fake", "devices": "inline"}
+    return Models({"m": tmp_path / "m.json"}, None, lambda _: options)
+
+
+def json_request(rows: int, data: bytes) -> bytes:
+    text = b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [%d, 1], "data": [%s]}]}'
+    return text % (rows, data)
+
+
+def test_much_json_is_read_and_written_while_others_are_answered(model: Models) -> None:
+    rows = 1 << 18
+    asked = json_request(rows, b",".join([b"[1]"] * rows))
+    started, body, rounds = asked_of("/v2/models/m/infer", asked, model)
+    assert started["status"] == 200
+    assert json.loads(body)["outputs"][0]["data"] == [1.0] * rows
+    assert rounds > 100
+
+
+@pytest.mark.parametrize(
+    ("rows", "each", "status", "text"),
+    [
+        (1 << 21, b"[]", 400, "arrays in JSON"),
+        (1 << 20, b"[1.000000]", 413, "8388608 bytes of JSON"),
+    ],
+)
+def test_more_json_than_is_read_in_a_moment_is_refused(
+    model: Models, rows: int, each: bytes, status: int, text: str
+) -> None:
+    asked = json_request(rows, b",".join([each] * rows))
+    started, body, _ = asked_of("/v2/models/m/infer", asked, model)
+    assert (started["status"], text in json.loads(body)["error"]) == (status, True), body
+
+
+def test_much_shared_memory_is_read_while_others_are_answered(model: Models) -> None:
+    """Its owner cuts off the end, so that nothing comes after the reading."""
+    rows = 1 << 24
+    given = {"shared_memory_region": "region", "shared_memory_byte_size": 4 * rows}
+    tensor = {"name": "x", "datatype": "FP32", "shape": [rows, 1], "parameters": given}
+    asked = json.dumps({"inputs": [tensor]}).encode()
+    REGION.touch()
+    os.truncate(REGION, 4 * rows)
+    try:
+        started, body, rounds = asked_of(
+            "/v2/models/m/infer", asked, model, client_shared_memory=True
+        )
+    finally:
+        REGION.unlink()
+    assert (started["status"], "has become shorter" in json.loads(body)["error"]) == (400, True)
+    assert rounds > 100

@@ -17,6 +17,12 @@ from mcinfer.errors import InvalidInputError
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 MAX_TENSORS = 1024
+MAX_JSON_BYTES = 8 << 20
+"""Of a request, as JSON takes many times its size in memory. Bytes of tensors are not counted."""
+
+_MAX_ARRAYS = 1 << 20
+"""Of a request in JSON, with objects: each takes as much memory as many numbers."""
+
 _T = TypeVar("_T")
 
 
@@ -83,6 +89,8 @@ def read_document(kind: type[_T], given: Any) -> _T:
 
 def read_json(kind: type[_T], text: bytes) -> _T:
     """A document of this kind from JSON, of which there may be none."""
+    if len(text) > _MAX_ARRAYS and text.count(b"[") + text.count(b"{") > _MAX_ARRAYS:
+        raise InvalidInputError(f"the request has more than {_MAX_ARRAYS} arrays in JSON")
     try:
         given = orjson.loads(text) if text.strip() else {}
     except orjson.JSONDecodeError as exc:

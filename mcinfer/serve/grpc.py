@@ -5,6 +5,7 @@ Clients register shared memory over HTTP.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from google.protobuf import json_format
 from google.protobuf.message import DecodeError
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.serve.documents import MAX_TENSORS, InferDocument, read_document
+from mcinfer.serve.documents import MAX_JSON_BYTES, MAX_TENSORS, InferDocument, read_document
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
 from mcinfer.serve.service import Service
@@ -35,6 +36,9 @@ _CONTENTS = {
     **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
 }
 """By datatype, the field that has values one by one."""
+
+_SMALL_BYTES = 1 << 18
+"""Strings of more bytes are read in a thread."""
 
 _AHEAD = 16
 """Most requests of one stream that are answered at once."""
@@ -143,10 +147,13 @@ def _read(name: str, data: bytes) -> Any:
 
 async def _infer(service: Service, asked: Any) -> Any:
     """Answer one request, which comes as bytes; raises what `Inference` does."""
-    asked = _read("ModelInferRequest", asked)
+    size, asked = len(asked), _read("ModelInferRequest", asked)
     instance = service.models.instance(asked.model_name, asked.model_version)
     if len(asked.inputs) > MAX_TENSORS or len(asked.outputs) > MAX_TENSORS:
         raise InvalidInputError(f"expected at most {MAX_TENSORS} inputs, and outputs")
+    if size - sum(map(len, asked.raw_input_contents)) > MAX_JSON_BYTES:
+        text = f"the request has more than {MAX_JSON_BYTES} bytes beside raw_input_contents"
+        raise InvalidInputError(text)
     raw, inputs, values = [*asked.raw_input_contents], [], {}
     for tensor in asked.inputs:
         parameters = _plain(tensor.parameters)
@@ -169,8 +176,10 @@ async def _infer(service: Service, asked: Any) -> Any:
     with instance:
         document = read_document(InferDocument, {**said, "outputs": outputs})
         request = Inference(document, instance, service.regions, binary=True)
-        for head, _ in request.read():
-            request.arrays[head.spec.name] = from_bytes(head, values[head.spec.name])
+        for head, size in request.read():
+            read = partial(from_bytes, head, values[head.spec.name])
+            is_long = size > _SMALL_BYTES and not head.shareable
+            request.arrays[head.spec.name] = await asyncio.to_thread(read) if is_long else read()
         arrays = await request.run()
     answer = message("ModelInferResponse")(
         model_name=asked.model_name, model_version=instance.version, id=asked.id

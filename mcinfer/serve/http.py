@@ -5,6 +5,7 @@ https://github.com/triton-inference-server/server for the extensions.
 """
 
 import asyncio
+import gc
 import re
 import struct
 import zlib
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.serve.documents import (
+    MAX_JSON_BYTES,
     InferDocument,
     InputDocument,
     TensorParameters,
@@ -33,7 +35,7 @@ from mcinfer.serve.documents import (
 from mcinfer.serve.inference import Inference, checked, status_of
 from mcinfer.serve.models import Instance, RefusedError
 from mcinfer.serve.service import ServeOptions, Service
-from mcinfer.serve.tensors import DATATYPES, bytes_of, from_bytes, json_of, raw_shape
+from mcinfer.serve.tensors import DATATYPES, TensorHead, bytes_of, from_bytes, json_of, raw_shape
 from mcinfer.specs import STRING
 
 _T = TypeVar("_T")
@@ -45,10 +47,14 @@ _WINDOWS = {b"gzip": 31, b"deflate": 15}
 _PORT = re.compile(r":\d*$")
 
 _SMALL_BYTES = 1 << 18
-"""Below, an answer is one message: to send several takes longer than a copy."""
+"""Below, an answer is one message: to send several takes longer than a copy. Above, threads read and write
+JSON and strings."""
 
-_MAX_JSON_BYTES = 32 << 20
-"""Nothing else happens while JSON is read."""
+_SMALL_VALUES = 1 << 16
+"""Of an output, values that are written at once in JSON."""
+
+_MAX_PLAIN_BYTES = 1 << 20
+"""Of JSON that has no tensors."""
 
 _GONE = (499, "the client has hung up")
 """The status is that of nginx's log; no client gets it."""
@@ -198,14 +204,17 @@ class _Body:
             found += await self._some(size - len(found))
         return bytes(found)
 
-    async def rest(self, limit: int = _MAX_JSON_BYTES) -> bytes:
+    async def rest(self, limit: int) -> bytes:
         """All that is left."""
         found = bytearray()
         while part := await self._next():
             found += part
             self.part = memoryview(b"")
             if len(found) > limit:
-                raise RefusedError(413, f"the body has more than {limit} bytes beside its tensors")
+                text = (
+                    f"the body has more than {limit} bytes of JSON, expected tensors as binary data"
+                )
+                raise RefusedError(413, text)
         return bytes(found)
 
     async def end(self) -> None:
@@ -219,6 +228,7 @@ class _Infer:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._reading = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         place, instance, status = scope["path_params"], None, 200
@@ -262,7 +272,10 @@ class _Infer:
         """The parts of the answer's body, and its headers."""
         request = await self._read(instance, headers, body)
         outputs = await connection.unless_lost(request.run())
-        head, tensors = _encoded(name, instance, request, outputs)
+        encode = partial(_encoded, name, instance, request, outputs)
+        whole = zip(request.wishes, outputs, strict=True)
+        is_large = sum(array.nbytes for wish, array in whole if not wish.binary) > _SMALL_BYTES
+        head, tensors = await asyncio.to_thread(encode) if is_large else encode()
         answer = {b"content-type": b"application/json"}
         if tensors:
             answer = {b"content-type": b"application/octet-stream", _LENGTH: b"%d" % len(head)}
@@ -282,7 +295,7 @@ class _Infer:
         """The request, with its inputs as arrays."""
         said = headers.get(_LENGTH, b"-")
         length = int(said) if said.isdigit() and len(said) < 10 else -1
-        if length > _MAX_JSON_BYTES or (length < 0 and _LENGTH in headers):
+        if length > MAX_JSON_BYTES or (length < 0 and _LENGTH in headers):
             raise InvalidInputError(f"Inference-Header-Content-Length: got {_text(said)}")
         regions = self._service.regions
         if length == 0:
@@ -291,17 +304,46 @@ class _Infer:
             request = Inference(asked, instance, regions, binary=True)
             others = request.read()
         else:
-            text = await (body.read(length) if length > 0 else body.rest())
-            request, others = checked(bytes(text), instance, regions)
+            text = await (body.read(length) if length > 0 else body.rest(MAX_JSON_BYTES))
+            if len(text) < _SMALL_BYTES:
+                request, others = checked(bytes(text), instance, regions)
+            else:
+                request, others = await self._read_large(bytes(text), instance)
         body.check(sum(size for _, size in others))
         request.allocate(others)
         for head, size in others:
             if head.spec.name in request.arrays:
                 await body.read_into(bytes_of(request.arrays[head.spec.name]))
             else:
-                request.arrays[head.spec.name] = from_bytes(head, await body.read(size))
+                read = partial(from_bytes, head, await body.read(size))
+                is_long = size > _SMALL_BYTES and not head.shareable
+                request.arrays[head.spec.name] = (
+                    await asyncio.to_thread(read) if is_long else read()
+                )
         await body.end()
         return request
+
+    async def _read_large(
+        self, text: bytes, instance: Instance
+    ) -> tuple[Inference, list[tuple[TensorHead, int]]]:
+        """As `checked`: one at a time, as each takes much memory, while others are answered."""
+
+        def read() -> tuple[Inference, list[tuple[TensorHead, int]]]:
+            gc.disable()  # it would look again and again at what comes, which has no cycles
+            try:
+                return checked(text, instance, self._service.regions)
+            finally:
+                gc.enable()
+
+        try:
+            async with asyncio.timeout(self._service.options.timeout):
+                await self._reading.acquire()
+        except TimeoutError as exc:
+            raise RefusedError(503, "the JSON of others is read") from exc
+        try:
+            return await asyncio.to_thread(read)
+        finally:
+            self._reading.release()
 
 
 def _raw(instance: Instance, raw: bytes) -> tuple[InferDocument, bytes]:
@@ -332,12 +374,21 @@ def _encoded(
             tensors.append(bytes_of(array))
             entry["parameters"] = {"binary_data_size": len(tensors[-1])}
         else:
-            entry["data"] = json_of(spec.name, array)
+            entry["data"] = _in_parts(json_of(spec.name, array))
         entries.append(entry)
     about = {"model_name": name, "model_version": instance.version, "outputs": entries}
     if request.asked.id:
         about["id"] = request.asked.id
     return orjson.dumps(about, option=orjson.OPT_SERIALIZE_NUMPY), tensors
+
+
+def _in_parts(values: Any) -> Any:
+    """The values for JSON. Many are written part by part, as nothing else happens meanwhile."""
+    if len(values) < _SMALL_VALUES:
+        return values
+    parts = (values[i : i + _SMALL_VALUES] for i in range(0, len(values), _SMALL_VALUES))
+    texts = (orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts)
+    return orjson.Fragment(b"[" + b",".join(texts) + b"]")
 
 
 def _packed(parts: Sequence[Any], window: int) -> bytes:
@@ -417,7 +468,7 @@ def make_app(
             if kind is not None:
                 headers = dict(request.scope["headers"])
                 body = _Body(request.receive, headers, service.options)
-                said = asdict(read_json(kind, await body.rest()))
+                said = asdict(read_json(kind, await body.rest(_MAX_PLAIN_BYTES)))
             content = function(*request.path_params.values(), **said)
             if isawaitable(content):
                 content = await content

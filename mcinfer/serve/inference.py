@@ -1,5 +1,6 @@
 """A request for a model's outputs, whatever protocol brings it: checked, run, and its errors."""
 
+import asyncio
 import logging
 import os
 import re
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from mcinfer.errors import (
@@ -73,6 +75,9 @@ class Inference:
             got, expected = [spec.name for spec, _ in inputs], [s.name for s in instance.inputs]
             raise InvalidInputError(f"inputs: got {got}, expected {expected}")
         self._heads = [TensorHead(spec, given) for spec, given in inputs]
+        self._shared = [
+            h for h in self._heads if h.given.parameters.shared_memory_region is not None
+        ]
         if asked.parameters.binary_data_output is not None:
             binary = asked.parameters.binary_data_output
         self.wishes: list[OutputWish] = []
@@ -86,7 +91,7 @@ class Inference:
             self.wishes = [OutputWish(spec, binary) for spec in instance.outputs]
 
     def read(self) -> list[tuple[TensorHead, int]]:
-        """Read the inputs that are in the document or in shared memory; the others, with their bytes.
+        """Read the inputs that are in the document; those that come as bytes, with how many.
 
         Raises:
             InvalidInputError: An input has no value, several, or one that does not fit.
@@ -102,12 +107,9 @@ class Inference:
                 others.append((head, size))
             elif region is None:
                 self.arrays[name] = from_json(head)
-            elif head.shareable and region.size >= _SMALL_BYTES:
-                head.check_bytes(region.size)
-                self.allocate([(head, region.size)])
-                region.read_into(bytes_of(self.arrays[name]))
+                force_setattr(given, "data", None)  # it may take much memory
             else:
-                self.arrays[name] = from_bytes(head, region.read())
+                head.check_bytes(region.size)
         return others
 
     def again(self) -> "Inference":
@@ -126,12 +128,30 @@ class Inference:
                 array = self._instance.master.allocate({name: models})[name]
                 self.arrays[name] = array.reshape(shape) if reshape else array
 
+    async def _read_shared(self, head: TensorHead) -> None:
+        """Read an input that is in a client's shared memory; a large one in a thread."""
+        if region := self._regions.part(head.given.parameters):
+            if region.size < _SMALL_BYTES:
+                self._take(head, region)
+            else:
+                await asyncio.to_thread(self._take, head, region)
+
+    def _take(self, head: TensorHead, region: Region) -> None:
+        head.check_bytes(region.size)  # it may be another one now
+        self.allocate([(head, region.size)])
+        if (name := head.spec.name) in self.arrays:
+            region.read_into(bytes_of(self.arrays[name]))
+        else:
+            self.arrays[name] = from_bytes(head, region.read())
+
     async def run(self) -> list[NDArray[Any]]:
-        """The outputs, in order; what clients want in their shared memory is written there.
+        """The outputs, in order; what clients have, or want, in their shared memory is read or written.
 
         A small request may be joined with others in one run; a larger one is split over all workers.
         """
         self._instance.last = time.time()
+        for head in self._shared:
+            await self._read_shared(head)
         inputs, reshapes = self.arrays, self._instance.output_reshapes
         if self._instance.input_reshapes:
             inputs = self._instance.to_model(inputs)
@@ -148,7 +168,11 @@ class Inference:
             answer[name] = reshapes[name].to_clients(name, answer[name])
         for wish in self.wishes:
             if wish.region is not None:
-                wish.region.write(bytes_of(answer[wish.spec.name]))
+                data = bytes_of(answer[wish.spec.name])
+                if len(data) < _SMALL_BYTES:
+                    wish.region.write(data)
+                else:
+                    await asyncio.to_thread(wish.region.write, data)
         return [answer[name] for name in names]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.protocol import MAX_MESSAGE_BYTES
 from mcinfer.serve.documents import InputDocument
 from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec
 
@@ -60,9 +61,11 @@ class TensorHead:
             raise self.wrong(f"got {got} {what} for shape {shape}, expected {expected}")
 
     def check_bytes(self, got: int) -> None:
-        """Raise `InvalidInputError` unless it has so many bytes; strings may have any number."""
+        """Raise `InvalidInputError` unless it has so many bytes, or of strings no more than a message has."""
         if self.spec.element_type != STRING:
             self.check(got, "bytes", self.spec.dtype.itemsize)
+        elif got > MAX_MESSAGE_BYTES:
+            raise self.wrong(f"got {got} bytes of strings, expected at most {MAX_MESSAGE_BYTES}")
 
     @property
     def shareable(self) -> bool:
