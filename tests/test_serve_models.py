@@ -14,10 +14,17 @@ from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
 import mcinfer.serve
-from mcinfer import EngineOptions, InvalidInputError, Master
+from mcinfer import (
+    EngineOptions,
+    InvalidInputError,
+    Master,
+    PredictError,
+    PredictTimeoutError,
+    QueueFullError,
+)
 from mcinfer.serve.documents import InferDocument, InputDocument, TensorParameters
-from mcinfer.serve.inference import Inference, public
-from mcinfer.serve.models import Control, Models, RefusedError
+from mcinfer.serve.inference import Inference, status_of
+from mcinfer.serve.models import LOG_SAYS, Control, Models, RefusedError
 from mcinfer.serve.regions import Regions
 from mcinfer.serve.service import ServeOptions, Service
 from mcinfer.serve.tensors import from_bytes
@@ -86,7 +93,7 @@ def test_load_that_fails_leaves_what_was_served(repository: Write) -> None:
             with pytest.raises(RefusedError, match="failed to load 'm', "):
                 await models.load("m")
             assert models.instance("m") is before
-            assert "fake" in models.index()[0]["reason"]
+            assert models.index()[0]["reason"] == LOG_SAYS
 
     asyncio.run(load())
 
@@ -371,7 +378,7 @@ def test_versions_that_have_not_changed_stay_as_they_are(repository: Write) -> N
             for _ in range(2):
                 await models.catch_up()
             assert [each.version for _, each in models.loaded()] == ["1", "3"]
-            assert "fake" in models.index()[0]["reason"]
+            assert models.index()[0]["reason"] == LOG_SAYS
             await asyncio.gather(*models._models["m"].closing)
             assert kept.ready
             assert gone.health().state == "closed"
@@ -404,9 +411,40 @@ def test_file_of_a_version_lies_in_its_folder(repository: Write, name: str) -> N
     asyncio.run(load())
 
 
-def test_text_for_clients_has_no_folder_and_keeps_names_in_models(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    text = f"{path}: Node /encoder/layer.0/MatMul failed ('{path}'), see {tmp_path}/a b"
-    assert public(text) == (
-        f"model.onnx: Node /encoder/layer.0/MatMul failed ('model.onnx'), see {tmp_path.name}/a b"
-    ).replace(f"{tmp_path.name}/", "")
+@pytest.mark.parametrize(
+    "folder", ["plain", "with a space", "with [brackets] and 'quotes'", "a:b,c;d"]
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "",
+        'default_model_filename: "model.json\\n"',
+        'default_model_filename: "none.xml"',
+        'backend: "openvino"',
+        "instance_group { gpus: 7 }",
+    ],
+)
+def test_answer_has_no_folder_of_a_model_that_cannot_be_loaded_and_the_error_has(
+    tmp_path: Path, folder: str, config: str
+) -> None:
+    version = tmp_path / folder / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "model.onnx").write_text("{")
+    (version.parent / "config.pbtxt").write_text(config)
+
+    async def load() -> None:
+        served = loaded(tmp_path / folder)
+        with pytest.raises(RefusedError) as caught:
+            await served.load("m")
+        assert status_of(caught.value) == (400, f"failed to load 'm', {LOG_SAYS}")
+        assert len(str(caught.value)) > len(caught.value.public)
+        assert served.index()[0]["reason"] == LOG_SAYS
+
+    asyncio.run(load())
+
+
+@pytest.mark.parametrize("folder", ["/", "/etc/", "/no-such-folder/"])
+def test_answer_to_a_run_that_failed_is_the_same_whatever_the_system_says(folder: str) -> None:
+    for kind, status in ((PredictError, 500), (QueueFullError, 503), (PredictTimeoutError, 504)):
+        got, text = status_of(kind(f"[Errno 2] No such file: '{folder}x y'"))
+        assert (got, folder in text) == (status, False)

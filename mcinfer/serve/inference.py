@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.serve.documents import InferDocument, read_json
-from mcinfer.serve.models import Instance, RefusedError
+from mcinfer.serve.models import LOG_SAYS, Instance, RefusedError
 from mcinfer.serve.regions import Region, Regions
 from mcinfer.serve.tensors import TensorHead, bytes_of, from_bytes, from_json
 from mcinfer.specs import TensorSpec
@@ -212,12 +210,15 @@ def _by_name(
 
 # Errors.
 
-_STATUSES: dict[type[McinferError], int] = {
-    InvalidInputError: 400,
-    QueueFullError: 503,
-    ClosedError: 503,
-    PredictTimeoutError: 504,
+_ANSWERS: dict[type[McinferError], tuple[int, str]] = {
+    QueueFullError: (503, "the queue, or the memory for tensors, is full"),
+    ClosedError: (503, "the model is not served any more"),
+    PredictTimeoutError: (504, "no answer came in time"),
+    WorkerDiedError: (500, "the request has ended its workers"),
+    McinferError: (500, "the run failed"),
 }
+"""Status and text for clients, but for `InvalidInputError` and `RefusedError`: their own texts are of the
+request. Those of others are of the system and of models, and may name folders."""
 
 
 def status_of(exc: BaseException, instance: Instance | None = None) -> tuple[int, str]:
@@ -225,23 +226,16 @@ def status_of(exc: BaseException, instance: Instance | None = None) -> tuple[int
     if not isinstance(exc, McinferError):
         _log.error("a request failed by a fault of the server's", exc_info=exc)
         return 500, "internal error"
-    status = next((s for kind, s in _STATUSES.items() if isinstance(exc, kind)), 500)
+    if isinstance(exc, InvalidInputError):
+        return 400, shortened(str(exc))
     if isinstance(exc, RefusedError):
-        status = exc.status
-    elif isinstance(exc, WorkerDiedError) and instance and not instance.master.health().serving:
-        status = 503
+        if exc.public != str(exc):
+            _log.warning("%s", exc)
+        return exc.status, shortened(exc.public)
+    status, text = next(answer for kind, answer in _ANSWERS.items() if isinstance(exc, kind))
+    if isinstance(exc, WorkerDiedError) and instance and not instance.master.health().serving:
+        return 503, "no worker serves now"
     if status == 500:
         _log.warning("%s", exc)
-    return status, public(str(exc))
-
-
-_FOLDERS = re.compile(r"/(?:[^\s/'\":,;()]+/)+")
-
-
-def public(text: str) -> str:
-    """The text without the folders of this machine. Names in a model may look like paths, and stay."""
-
-    def cut(match: re.Match[str]) -> str:
-        return "" if os.path.exists("/" + match[0].split("/")[1]) else match[0]
-
-    return shortened(_FOLDERS.sub(cut, text))
+        text = f"{text}: {LOG_SAYS}"
+    return status, text

@@ -22,9 +22,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, StreamingResponse
 from starlette.routing import Route
 
-from mcinfer.serve.inference import public
+from mcinfer.serve.models import LOG_SAYS
 from mcinfer.serve.service import Service
-from mcinfer.statistics import Histogram, Statistics
+from mcinfer.statistics import Health, Histogram, Statistics
 
 _SECONDS = 1.0
 _PAGE = files("mcinfer.serve").joinpath("page.html").read_text("utf-8")
@@ -44,7 +44,7 @@ def _figures(now: Statistics, before: Statistics, seconds: float) -> dict[str, A
     quantiles = [latency.quantile(part) for part in (0.5, 0.9, 0.99)]
     return {
         "state": now.health.state,
-        "reasons": [*map(public, now.health.reasons)],
+        "reasons": _public(now.health).reasons,
         "rate": latency.count / seconds,
         "latency_ms": [value * 1e3 if isfinite(value) else None for value in quantiles],
         "queued": now.queued,
@@ -58,6 +58,12 @@ def _figures(now: Statistics, before: Statistics, seconds: float) -> dict[str, A
             for w in now.workers
         ],
     }
+
+
+def _public(health: Health) -> Health:
+    """Without the errors that are the reasons, which may name files of the server."""
+    reasons = {LOG_SAYS: None} if health.state == "failed" else dict.fromkeys(health.reasons)
+    return replace(health, reasons=tuple(reason.partition(": ")[0] for reason in reasons))
 
 
 def _since(now: Histogram, before: Histogram) -> Histogram:
@@ -84,7 +90,7 @@ def page_routes(service: Service) -> list[Route]:
     async def page(_: Request) -> HTMLResponse:
         parts = [
             f"<section><h2>{escape(name)} <small>{version}</small></h2>"
-            f"<pre>{escape(public(str(statistics)))}</pre></section>"
+            f"<pre>{escape(str(replace(statistics, health=_public(statistics.health))))}</pre></section>"
             for (name, version), statistics in taken().items()
         ]
         text = _PAGE.replace("<!--figures-->", "".join(parts) or "<p>No model is loaded.</p>")

@@ -23,7 +23,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mcinfer.config import CARD_KINDS, Device, EngineOptions
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.master import Master
 from mcinfer.serve.configuration import ENGINES, Configuration, Reshape, type_name
 from mcinfer.serve.tensors import shape_of
@@ -38,12 +38,21 @@ _YOUNG = 10_000
 """Objects that come before the collector looks at them: a request in flight has dozens, and frees them."""
 
 
-class RefusedError(McinferError):
-    """What the server does not do, or not now. `status` is that of the answer over HTTP."""
+LOG_SAYS = "the server's log says why"
+"""In answers, in the place of texts that may name files of the server."""
 
-    def __init__(self, status: int, text: str) -> None:
+
+class RefusedError(McinferError):
+    """What the server does not do, or not now.
+
+    Attributes:
+        status: Of the answer over HTTP.
+        public: What the answer says; the error's own text is for the log.
+    """
+
+    def __init__(self, status: int, text: str, public: str = "") -> None:
         super().__init__(text)
-        self.status = status
+        self.status, self.public = status, public or text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,8 +333,9 @@ class Models:
             try:
                 model.replace(await self._open(name, model.place, config))
             except (McinferError, OSError, MemoryError) as exc:
-                model.reason = str(exc)
-                raise RefusedError(400, f"failed to load '{name}', {exc}") from exc
+                model.reason = str(exc) if isinstance(exc, InvalidInputError) else LOG_SAYS
+                text = f"failed to load '{name}', "
+                raise RefusedError(400, f"{text}{exc}", text + model.reason) from exc
 
     async def unload(self, name: str) -> None:
         """Take no more requests, as a client wants; those that came are answered."""
@@ -418,8 +428,7 @@ class Models:
     async def _open_version(
         self, name: str, version: str, file: Path, said: Configuration, options: Mapping[str, Any]
     ) -> Instance:
-        master = Master(file, **options)
-        await master.__aenter__()
+        master = await _entered(file, options)
         try:
             instance = Instance(master, version, options["max_batch_size"], said)
             if options["max_batch_size"] > 1 or len(master.statistics().workers) > 1:
@@ -432,6 +441,15 @@ class Models:
             await asyncio.to_thread(master.close)
             raise
         return instance
+
+
+async def _entered(place: Path, options: Mapping[str, Any]) -> Master:
+    try:
+        master = Master(place, **options)
+        await master.__aenter__()
+    except InvalidInputError as exc:  # it may name files, unlike those of a configuration
+        raise BuildError(str(exc)) from exc
+    return master
 
 
 def settle() -> None:

@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 from mcinfer import __version__
 from mcinfer.exporters.prometheus import families
 from mcinfer.serve.figures import Figures
-from mcinfer.serve.inference import public
 from mcinfer.serve.models import Models, RefusedError
 from mcinfer.serve.regions import Regions
 from mcinfer.serve.tensors import DATATYPES, shape_of
@@ -151,8 +150,7 @@ class Service(Collector):
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """All models, or those that are loaded alone."""
-        entries = [e for e in self.models.index() if e["state"] == "READY" or not ready]
-        return [{**entry, "reason": public(entry["reason"])} for entry in entries]
+        return [e for e in self.models.index() if e["state"] == "READY" or not ready]
 
     async def load(self, name: str, *, parameters: dict[str, Any] | None = None) -> None:
         """Load a model, maybe with a configuration in JSON among the parameters, as ``config``."""

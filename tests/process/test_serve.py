@@ -100,7 +100,12 @@ def test_page_shows_figures_without_a_program_and_events_keep_them_new(server: S
         (INFER, b"[" * 5000, 400, "the request is no JSON"),
         (INFER, {"inputs": 3}, 400, "$.inputs"),
         (INFER, request_of(X, timeout=-1), 400, "$.parameters.timeout"),
-        (INFER, request_of(np.full((1, 4), -1, np.float32)), 500, "asked to fail"),
+        (
+            INFER,
+            request_of(np.full((1, 4), -1, np.float32)),
+            500,
+            "the run failed: the server's log",
+        ),
     ],
 )
 def test_wrong_request_is_refused_and_the_next_is_answered(
