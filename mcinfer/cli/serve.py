@@ -371,7 +371,13 @@ def _dealt(
 def _keys(file: Path | None) -> list[str]:
     if file is None:
         return []
-    lines = (line.strip() for line in file.read_text("utf-8").splitlines())
+    if not file.is_file():  # a pipe may say nothing for ever
+        raise InvalidInputError(f"--api-key-file: {file} is no regular file")
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise InvalidInputError(f"--api-key-file: {file} is no text in UTF-8") from exc
+    lines = (line.strip() for line in text.splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise InvalidInputError(f"--api-key-file: {file} has no key, expected one in each line")

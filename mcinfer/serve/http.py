@@ -434,18 +434,25 @@ class _Gate:
                 if match := route.path_regex.match(path):
                     scope["path_params"], app = match.groupdict(), route.app
                     break
-        origin, host = headers.get(b"origin"), headers.get(b"host", b"").decode("latin-1")
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"").decode("latin-1").lower()
         is_named = not self._hosts or _PORT.sub("", host) in self._hosts
-        is_own = origin is None or origin.decode("latin-1") in (f"http://{host}", f"https://{host}")
+        own = (f"http://{host}", f"https://{host}")
+        is_own = origin is None or origin.decode("latin-1").lower() in own
         is_probe = path.startswith("/v2/health/")
         shown = headers.get(b"authorization", b"").decode("latin-1")
-        if not (is_own and is_named):
+        if len(headers) < len(scope["headers"]) and _is_twice(b"host", scope["headers"]):
+            app = _reply({"error": "Host: got several, expected one"}, 400)
+        elif not (is_own and is_named):
             text = "a page of another site may not ask here, nor one by the name"
             app = _reply({"error": f"{text} {host[:99]!r}"}, 403)
         elif not is_probe and not self._service.admits(shown):
             challenge = {"WWW-Authenticate": 'Basic realm="mcinfer"'}
             app = _reply({"error": "a key is needed"}, 401, challenge)
         await app(scope, receive, send)
+
+
+def _is_twice(name: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    return sum(each == name for each, _ in headers) > 1
 
 
 def make_app(

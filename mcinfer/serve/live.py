@@ -33,7 +33,8 @@ _SCRIPTS = [
     for text in re.findall("(?s)<script>(.*?)</script>", _PAGE)
 ]
 _POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; script-src "
+    "default-src 'none'; frame-ancestors 'none'; form-action 'none'; base-uri 'none'; "
+    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; script-src "
 )
 
 

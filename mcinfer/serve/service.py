@@ -81,11 +81,13 @@ class Service(Collector):
         """Whether a header ``Authorization`` has a key: ``Bearer KEY``, or ``Basic`` with it as password."""
         if not self._keys:
             return True
-        scheme, _, shown = authorization.strip().partition(" ")
-        if scheme.lower() == "basic":
+        # What a client has sent: of a key that is not ASCII, the bytes of UTF-8.
+        sent = authorization.encode("latin-1", "replace")
+        scheme, _, shown = sent.strip().partition(b" ")
+        if scheme.lower() == b"basic":
             with suppress(ValueError):
-                shown = b64decode(shown, validate=True).decode().partition(":")[2]
-        digest = hashlib.sha256(shown.strip().encode(errors="replace")).digest()
+                shown = b64decode(shown, validate=True).partition(b":")[2]
+        digest = hashlib.sha256(shown.strip()).digest()
         fits = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for an equal time
         return any(fits)
 

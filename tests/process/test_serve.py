@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.client import HTTPException
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ SLOW = 3.0
 """Rows that begin with this number take a second."""
 
 INFER = "/v2/models/model/infer"
+COMPILED = str(files("mcinfer.serve") / "inference.binpb")
+EMPTY = str(files("mcinfer") / "py.typed")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,8 @@ def test_http_and_grpc_answer(server: Server) -> None:
 def test_page_shows_figures_without_a_program_and_events_keep_them_new(server: Server) -> None:
     page = server.ask("/")
     assert "cpu:1" in page.body.decode()
-    assert "script-src 'sha256-" in page.headers["content-security-policy"]
+    for rule in ("script-src 'sha256-", "frame-ancestors 'none'"):
+        assert rule in page.headers["content-security-policy"]
     with server.connection() as connection:
         connection.request("GET", "/live")
         events = connection.getresponse()
@@ -176,8 +180,15 @@ def test_page_of_another_site_may_not_ask(server: Server) -> None:
 
 def test_name_that_is_pointed_at_the_loopback_may_not_ask(server: Server) -> None:
     """A browser sends no Origin with what a page reads from the name that it came from."""
-    for host, status in (("rebound.example", 403), ("localhost:1", 200), ("", 200)):
+    hosts = {"rebound.example": 403, "localhost:1": 200, "LocalHost": 200, "": 200}
+    for host, status in hosts.items():
         assert server.ask("/metrics", headers={"Host": host}).status == status, host
+    with server.connection() as client:
+        client.putrequest("GET", "/metrics", skip_host=True)
+        client.putheader("Host", "rebound.example")
+        client.putheader("Host", "localhost")
+        client.endheaders()
+        assert client.getresponse().status == 400
 
 
 def test_endless_head_ends_the_connection(server: Server) -> None:
@@ -571,6 +582,19 @@ def test_model_of_a_repository_that_cannot_be_loaded_leaves_the_server_not_ready
     assert (ended.status, "failed to load 'bad'" in ended.err) == (1, True), ended.err
 
 
+def test_keys_of_a_file_of_any_editor_are_shown_in_their_own_letters(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    keys = ["first", "cl\u00e9-\u9375"]
+    (tmp_path / "keys").write_text("\r\n".join(keys), "utf-8-sig")
+    options = ("--engine", "fake", "--devices", "inline", "--api-key-file", tmp_path / "keys")
+    with Server(fake_model(), *options) as server:
+        for key in keys:
+            shown = f"Bearer {key}".encode().decode("latin-1")  # its bytes as they are
+            assert server.ask("/v2", headers={"Authorization": shown}).status == 200, key
+        assert server.ask("/v2", headers={"Authorization": "Bearer other"}).status == 401
+
+
 # Starts that fail.
 
 
@@ -591,11 +615,13 @@ def test_model_of_a_repository_that_cannot_be_loaded_leaves_the_server_not_ready
             "--load-model: expected --model-control-mode explicit",
         ),
         ((__file__, "--exit-on-error=no"), 2, "got 'no', expected true or false"),
-        ((__file__, "--api-key-file", "/dev/null"), 1, "has no key"),
         ((__file__, "--processes", "2", "--grpc-port", "0"), 2, "--grpc-port: gRPC's own threads"),
         ((__file__, "--processes", "2", "--client-shared-memory"), 2, "know a region"),
         ((__file__, "--processes", "2", "--devices", "2"), 2, "each has inline sessions"),
         ((__file__, "--reuse-port", "--uds", "x"), 2, "--reuse-port: got a Unix socket"),
+        ((__file__, "--api-key-file", "/dev/null"), 1, "/dev/null is no regular file"),
+        ((__file__, "--api-key-file", COMPILED), 1, "is no text in UTF-8"),
+        ((__file__, "--api-key-file", EMPTY), 1, "has no key"),
     ],
 )
 def test_wrong_option_is_refused(
