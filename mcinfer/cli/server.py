@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
@@ -248,6 +249,7 @@ class _Protocol(HttpToolsProtocol):
     """
 
     _head, _ending, _goes_on = 0, False, False
+    _data = _again = b""
     _left, _read_by = 0, inf
 
     def __init__(self, most: int, **given: Any) -> None:
@@ -279,11 +281,26 @@ class _Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(_LOOK_SECONDS, self._look)
 
     def data_received(self, data: bytes) -> None:
-        self._goes_on = False
-        super().data_received(data)
+        self._goes_on, self._again = False, data
+        while self._again:
+            self._data, self._again = self._again, b""
+            super().data_received(self._data)
         self._head = 0 if self._goes_on else self._head + len(data)
         if self._head > _HEAD_BYTES:  # the lines after a body in chunks are kept, too
             self.transport.abort()
+
+    @property
+    def _would_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Have a request read again without its wish for another protocol, which ends HTTP for the parser."""
+        if self._would_upgrade and isinstance(exc := sys.exc_info()[1], HttpParserUpgrade):
+            version = self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+            lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            self._again = b"\r\n".join([*lines, b"", self._data[exc.args[0] :]])
+            self.parser = HttpRequestParser(self)
 
     def on_body(self, body: bytes) -> None:
         self._goes_on = True
@@ -291,6 +308,8 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._goes_on = True
+        if self._would_upgrade:
+            return
         super().on_message_complete()
         self.scope["state"][WHOLE] = True
         if not self.pipeline:
@@ -298,6 +317,8 @@ class _Protocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_headers_complete(self) -> None:
+        if self._would_upgrade:
+            return
         self._due = inf
         super().on_headers_complete()
         if self.cycle is not None:

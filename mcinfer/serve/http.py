@@ -120,10 +120,6 @@ class _Body:
         self, receive: Receive, headers: Headers, options: ServeOptions, *, is_whole: bool = False
     ) -> None:
         coding = headers.get(b"content-encoding", b"identity").strip().lower()
-        if b"upgrade" in headers:
-            # What reads HTTP here takes the body for the new protocol's.
-            text = f"Upgrade: got {_text(headers[b'upgrade'])}, expected none, as this is HTTP/1.1"
-            raise RefusedError(400, text)
         if coding not in (*_WINDOWS, b"identity"):
             text = f"Content-Encoding: got {_text(coding)}, expected gzip or deflate"
             raise RefusedError(415, text)

@@ -132,7 +132,6 @@ def test_wrong_request_is_refused_and_the_next_is_answered(
         ({"Inference-Header-Content-Length": "9" * 5000}, 400, "Inference-Header-Content-Length"),
         ({"Inference-Header-Content-Length": "400"}, 400, "bytes before its tensors do"),
         ({"Content-Encoding": "br"}, 415, "expected gzip or deflate"),
-        ({"Connection": "Upgrade", "Upgrade": "h2c"}, 400, "Upgrade: got 'h2c', expected none"),
         ({"Content-Encoding": "gzip"}, 400, "cannot be decompressed"),
     ],
 )
@@ -142,6 +141,35 @@ def test_headers_that_do_not_fit_the_body_are_refused(
     body, headers = binary_request(X)
     answer = server.ask(INFER, body, headers | change)
     assert (answer.status, text in answer.error) == (status, True), answer.body
+
+
+def test_client_that_would_speak_http_2_is_answered_by_http_1_1_again_and_again(
+    server: Server,
+) -> None:
+    """As Java's ask, with each request, and ``curl --http2``."""
+    wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    asked = lines_of(X, parameters={"binary_data_output": True}).replace(b"Host:", wish + b"Host:")
+    get = b"GET /v2 HTTP/1.1\r\n%sHost: localhost\r\n\r\n" % wish
+    last = get.replace(b"Upgrade, ", b"close, Upgrade, ")
+    for parts, number in (
+        ([asked[:30], asked[30:] + 998 * get + last], 1000),
+        ([asked[:-1], asked[-1:] + last], 2),
+    ):
+        answers = answers_to(server, *parts)
+        assert answers.count(b"HTTP/1.1 200") == number
+        assert (2 * X + 1).tobytes() in answers
+    assert answers_to(server, b"CONNECT a:1 HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 400")
+
+
+def answers_to(server: Server, *parts: bytes) -> bytes:
+    """All that comes back on a connection, until the server closes it."""
+    with socket.create_connection(server.address, PATIENCE) as client:
+        for part in parts:
+            client.sendall(part)
+        answers = bytearray()
+        while part := client.recv(1 << 16):
+            answers += part
+    return bytes(answers)
 
 
 def test_head_of_an_address_for_requests_is_refused_and_the_next_is_answered(
@@ -399,11 +427,8 @@ def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> 
     for first in range(5):
         x = np.full((1, 4), first, np.float32)
         asked += lines_of(x, parameters={"binary_data_output": True})
-    with socket.create_connection(server.address, PATIENCE) as client:
-        client.sendall(asked + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        answers = b""
-        while part := client.recv(1 << 16):
-            answers += part
+    last = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answers = answers_to(server, asked + last)
     assert answers.count(b"HTTP/1.1 200") == 6
     values = [np.full((1, 4), 2 * first + 1, np.float32).tobytes() for first in range(5)]
     places = [answers.index(each) for each in values]
@@ -412,11 +437,8 @@ def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> 
 
 def test_many_requests_that_are_sent_at_once_are_no_endless_head(server: Server) -> None:
     asked = 1500 * b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with socket.create_connection(server.address, PATIENCE) as client:
-        client.sendall(asked + b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        answers = bytearray()
-        while part := client.recv(1 << 16):
-            answers += part
+    last = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answers = answers_to(server, asked + last)
     assert answers.count(b"HTTP/1.1 200") == 1501
 
 
