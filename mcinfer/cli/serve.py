@@ -23,7 +23,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.config import EngineOptions, Limits, Timeouts
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import McinferError
 from mcinfer.extras import requires
 
 
@@ -206,9 +206,11 @@ def serve(
         from mcinfer.cli.server import Endpoint, run
         from mcinfer.machine import whole_cpus
         from mcinfer.serve.models import Models
-        from mcinfer.serve.service import ServeOptions
+        from mcinfer.serve.service import ServeOptions, keys_in
     for file in files.values():
         check_model(file)
+    if api_key_file:
+        keys_in(api_key_file)  # or say now what is wrong with it
     let_workers_tell()
     # Connections take descriptors, and a worker that is replaced needs some.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -242,7 +244,7 @@ def serve(
         max_request_bytes=max_request_bytes,
         timeout=timeout,
         client_shared_memory=client_shared_memory,
-        keys=_keys(api_key_file),
+        key_file=api_key_file,
         strict_readiness=strict_readiness,
         why_fixed=_why_fixed(processes, reuse_port),
     )
@@ -366,19 +368,3 @@ def _dealt(
             options[name] = {"options": replace(engine_options, cores=cores)}
         devices[name] = [f"cpu:{n}" if cores[n] else str(chosen[i]) for n, i in enumerate(mine)]
     return devices, options
-
-
-def _keys(file: Path | None) -> list[str]:
-    if file is None:
-        return []
-    if not file.is_file():  # a pipe may say nothing for ever
-        raise InvalidInputError(f"--api-key-file: {file} is no regular file")
-    try:
-        text = file.read_text("utf-8-sig")
-    except UnicodeDecodeError as exc:
-        raise InvalidInputError(f"--api-key-file: {file} is no text in UTF-8") from exc
-    lines = (line.strip() for line in text.splitlines())
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise InvalidInputError(f"--api-key-file: {file} has no key, expected one in each line")
-    return keys

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import os
 import select
+import signal
 import socket
+import ssl
 import stat
 import sys
 import threading
@@ -28,6 +30,8 @@ from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.service import ServeOptions, Service
+
+_log = logging.getLogger("mcinfer.serve")
 
 ENDING = "ending"
 """The key of `Service.ending` in the state of uvicorn's lifespan."""
@@ -395,7 +399,7 @@ class Config(uvicorn.Config):
     def load_app(self) -> Any:
         """The application, for this process."""
         self.service = Service(self.models, self.options, Figures(self.models, self.folder))
-        is_open = self.endpoint.uds or self.options.keys or self.endpoint.host not in LOOPBACK
+        is_open = self.endpoint.uds or self.options.key_file or self.endpoint.host not in LOOPBACK
         return make_app(self.service, page_routes(self.service), () if is_open else LOOPBACK)
 
     def load(self) -> None:
@@ -451,9 +455,25 @@ async def run(
             grpc_server, grpc_port = await _grpc_server(config.service, endpoint)
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
             settle()
+            if endpoint.certificate or options.key_file:
+                renew, loop = partial(_renew, config), asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, loop.run_in_executor, None, renew)
             names = ", ".join(dict(models.loaded())) or "no model"
             say(f"serving {names} at {endpoint.place(listening)}{too}")
             await _Server(config, config.service, grpc_server).serve(sockets=[listening])
+
+
+def _renew(config: Config) -> None:
+    """Read keys and certificate again; what was there stays if they cannot be read."""
+    try:
+        config.service.read_keys()
+        if config.ssl and (certificate := config.endpoint.certificate):
+            ssl.create_default_context().load_cert_chain(*certificate)  # do they fit?
+            config.ssl.load_cert_chain(*certificate)
+    except (InvalidInputError, OSError) as exc:
+        _log.error("SIGHUP: %s", exc)
+    else:
+        _log.warning("SIGHUP: keys and certificate were read again")
 
 
 async def _grpc_server(service: Service, endpoint: Endpoint) -> tuple[Any, int]:

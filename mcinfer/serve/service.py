@@ -5,9 +5,10 @@ import hashlib
 import hmac
 import logging
 from base64 import b64decode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,6 +16,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mcinfer import __version__
+from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import families
 from mcinfer.serve.figures import Figures
 from mcinfer.serve.models import Models, RefusedError
@@ -44,7 +46,7 @@ class ServeOptions:
         max_request_bytes: Most bytes of a request's body, also when it is decompressed.
         timeout: Seconds for a request to come.
         client_shared_memory: Whether clients may register shared memory.
-        keys: Who shows one of them is admitted; all are if there is none.
+        key_file: Has a key in each line: who shows one is admitted. None admits all.
         strict_readiness: Whether the server is ready only while all its models are.
         why_fixed: Why no client may change the server, as one of several processes alone would take the
             change; empty if clients may.
@@ -53,7 +55,7 @@ class ServeOptions:
     max_request_bytes: int = 64 << 20
     timeout: float = 60.0
     client_shared_memory: bool = False
-    keys: Sequence[str] = ()
+    key_file: Path | None = None
     strict_readiness: bool = True
     why_fixed: str = ""
 
@@ -73,9 +75,15 @@ class Service(Collector):
         self.figures = figures or Figures(models)
         self.regions = Regions(options.client_shared_memory)
         self.ending = asyncio.Event()
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in options.keys]
+        self._keys: list[bytes] = []
+        self.read_keys()
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def read_keys(self) -> None:
+        """Read the file of keys, maybe again; raises as `keys_in`, and then those before stay."""
+        if file := self.options.key_file:
+            self._keys = [hashlib.sha256(key.encode()).digest() for key in keys_in(file)]
 
     def admits(self, authorization: str) -> bool:
         """Whether a header ``Authorization`` has a key: ``Bearer KEY``, or ``Basic`` with it as password."""
@@ -207,6 +215,25 @@ class Service(Collector):
         shown: dict[str, Any] = {n: logger.isEnabledFor(level) for n, level in _LEVELS.items()}
         verbose = int(shown["log_verbose_level"])
         return {"log_file": "", **shown, "log_verbose_level": verbose, "log_format": "default"}
+
+
+def keys_in(file: Path) -> list[str]:
+    """The keys of a file, one in each line; ``#`` begins a comment.
+
+    Raises:
+        InvalidInputError: There is no such file, no text, or no key in it.
+    """
+    if not file.is_file():  # a pipe may say nothing for ever
+        raise InvalidInputError(f"--api-key-file: {file} is no regular file")
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise InvalidInputError(f"--api-key-file: {file} is no text in UTF-8") from exc
+    lines = (line.strip() for line in text.splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise InvalidInputError(f"--api-key-file: {file} has no key, expected one in each line")
+    return keys
 
 
 def _tensor(spec: TensorSpec) -> dict[str, Any]:

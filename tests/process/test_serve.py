@@ -614,7 +614,16 @@ def test_keys_of_a_file_of_any_editor_are_shown_in_their_own_letters(
         for key in keys:
             shown = f"Bearer {key}".encode().decode("latin-1")  # its bytes as they are
             assert server.ask("/v2", headers={"Authorization": shown}).status == 200, key
-        assert server.ask("/v2", headers={"Authorization": "Bearer other"}).status == 401
+        other = {"Authorization": "Bearer other"}
+        assert server.ask("/v2", headers=other).status == 401
+        (tmp_path / "keys").write_text("other")
+        server.send_signal(signal.SIGHUP)
+        wait_until(lambda: server.ask("/v2", headers=other).status == 200)
+        assert server.ask("/v2", headers={"Authorization": "Bearer first"}).status == 401
+        (tmp_path / "keys").write_text("")
+        server.send_signal(signal.SIGHUP)
+        wait_until(lambda: "has no key" in server.text())
+        assert server.ask("/v2", headers=other).status == 200
 
 
 # Starts that fail.
