@@ -83,6 +83,11 @@ def test_any_text_is_the_same_through_json(values: list[str]) -> None:
     assert back.tolist() == valid == json_of("y", back)
 
 
+def test_strings_have_the_bytes_of_a_message_to_a_worker() -> None:
+    with pytest.raises(InvalidInputError, match="got 16777217 bytes of strings, expected at most"):
+        from_bytes(head_of(STRING, (1 << 22,)), bytes((1 << 24) + 1))
+
+
 @given(st.binary(max_size=40), st.integers(0, 5))
 def test_random_bytes_are_strings_or_an_error(data: bytes, count: int) -> None:
     head = head_of(STRING, (count,))

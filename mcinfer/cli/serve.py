@@ -141,6 +141,12 @@ def serve(
     drain: Annotated[
         Any, parsed("SECONDS", parse_pause, "For requests to be answered when the server ends.")
     ] = 30.0,
+    drain_delay: Annotated[
+        Any,
+        parsed(
+            "SECONDS", parse_pause, "To go on accepting after SIGTERM, while no probe is ready."
+        ),
+    ] = 1.0,
     model_control_mode: Annotated[
         str | None,
         typer.Option(
@@ -223,6 +229,7 @@ def serve(
             (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
             (client_shared_memory, "--client-shared-memory: one process alone would know a region"),
             (any(d != ["inline"] for d in given.values()), "--devices: each has inline sessions"),
+            (drain_delay != 1.0, "--drain-delay: they take no connection after SIGTERM"),
         ):
             if one:
                 raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
@@ -259,6 +266,7 @@ def serve(
         certificate=certificate,
         max_connections=max_connections,
         drain=drain,
+        drain_delay=drain_delay,
         access_log=access_log,
         reuse_port=reuse_port,
     )

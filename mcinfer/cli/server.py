@@ -1,6 +1,7 @@
 """The process of ``mcinfer serve``: sockets, uvicorn and gRPC, and an end that loses no request."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import select
@@ -8,6 +9,7 @@ import signal
 import socket
 import ssl
 import stat
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +47,11 @@ request's body."""
 _LOOK_SECONDS = 1.0
 """How often a connection looks whether its client is late."""
 
+_SO_ATTACH_FILTER = 26
+
+_BEGIN_SECONDS = 0.3
+"""For a connection to begin whose client has asked for it."""
+
 _LAST_SECONDS = 1.0
 """How long an idle connection stays when the server ends: its client may be about to ask."""
 
@@ -68,6 +75,7 @@ class Endpoint:
         certificate: Files of a certificate and of its key, for TLS.
         max_connections: Most connections over HTTP at once.
         drain: Seconds for requests to be answered when the server ends.
+        drain_delay: Seconds after SIGTERM in which it is not ready and takes connections all the same.
         access_log: Whether to log each request over HTTP.
         reuse_port: Whether other processes of this user may listen at the same port, and have a part of the
             connections.
@@ -80,6 +88,7 @@ class Endpoint:
     certificate: tuple[Path, Path] | None = None
     max_connections: int = 1000
     drain: float = 30.0
+    drain_delay: float = 1.0
     access_log: bool = False
     reuse_port: bool = False
 
@@ -413,17 +422,24 @@ class Config(uvicorn.Config):
 class _Server(uvicorn.Server):
     """Answers what was accepted, over HTTP and gRPC, before it ends."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, grpc_server: Any) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, grpc_server: Any, delay: float
+    ) -> None:
         super().__init__(config)
-        self._service, self._grpc = service, grpc_server
+        self._service, self._grpc, self._delay = service, grpc_server, delay
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         clock, patience = (
             asyncio.get_running_loop().time,
             self.config.timeout_graceful_shutdown or 0,
         )
-        end = clock() + patience
         self._service.ending.set()
+        end = clock() + (self._delay if signal.SIGTERM in self._captured_signals else 0)
+        while clock() < end and not self.force_exit:
+            await asyncio.sleep(0.05)
+        for each in sockets or ():
+            await _accept_last(each)
+        end = clock() + patience
         if self._grpc is not None:
             stopping = asyncio.ensure_future(self._grpc.stop(patience))
         await super().shutdown(sockets)
@@ -436,6 +452,33 @@ class _Server(uvicorn.Server):
         draining = asyncio.ensure_future(drain())
         while not (draining.done() or self.force_exit or clock() > end):
             await asyncio.wait((draining,), timeout=0.1)
+
+
+_NO_SYN = struct.pack(
+    "HBBI" * 4, *(0x30, 0, 0, 13), *(0x45, 0, 1, 2), *(6, 0, 0, 0), *(6, 0, 0, ~0 % (1 << 32))
+)
+"""A filter of BPF: of TCP's segments, let pass those that begin no connection (linux/filter.h)."""
+
+
+async def _accept_last(listening: socket.socket) -> None:
+    """Have no connection begin any more, and all that began accepted: to close would reset what waits there.
+
+    Clients that come now find that nothing listens when they ask again, after a second.
+    """
+    if listening.family == socket.AF_UNIX:
+        with suppress(OSError):
+            os.unlink(listening.getsockname())
+    else:
+        program = ctypes.create_string_buffer(_NO_SYN)
+        with suppress(OSError):  # not every kernel can
+            filter_ = struct.pack("HP", 4, ctypes.addressof(program))
+            listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+            await asyncio.sleep(_BEGIN_SECONDS)
+    waiting = select.poll()
+    waiting.register(listening, select.POLLIN)
+    end = asyncio.get_running_loop().time() + _LAST_SECONDS
+    while waiting.poll(0) and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.01)
 
 
 async def run(
@@ -460,7 +503,8 @@ async def run(
                 loop.add_signal_handler(signal.SIGHUP, loop.run_in_executor, None, renew)
             names = ", ".join(dict(models.loaded())) or "no model"
             say(f"serving {names} at {endpoint.place(listening)}{too}")
-            await _Server(config, config.service, grpc_server).serve(sockets=[listening])
+            server = _Server(config, config.service, grpc_server, endpoint.drain_delay)
+            await server.serve([listening])
 
 
 def _renew(config: Config) -> None:

@@ -481,24 +481,58 @@ def test_rows_of_one_client_do_not_decide_how_those_of_others_are_joined(
             assert not any(threads.map(differs, range(2, 66)))
 
 
-def test_sigterm_answers_what_was_accepted_and_refuses_what_comes(fake_model: FakeModel) -> None:
+def test_sigterm_answers_what_was_accepted_and_what_comes_while_probes_are_told(
+    fake_model: FakeModel,
+) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
-    with Server(model, "--name", "model", "--engine", "fake", "--devices", 2) as server:
+    options = ("--name", "model", "--engine", "fake", "--devices", 2, "--drain-delay", 2)
+    with Server(model, *options) as server:
         workers = server.workers()
-        with server.connection() as idle, ThreadPoolExecutor(6) as pool:
+        with server.connection() as idle, ThreadPoolExecutor(4) as pool:
             idle.request("GET", "/v2")
             assert idle.getresponse().read()
             slow = np.full((1, 4), SLOW, np.float32)
-            asked = [pool.submit(server.infer, slow) for _ in range(6)]
-            wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 6)
+            asked = [pool.submit(server.infer, slow) for _ in range(4)]
+            wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 4)
             server.send_signal(signal.SIGTERM)
-            wait_until(lambda: not is_listening(server.address))
+            wait_until(lambda: server.ask("/v2/health/ready").status == 503)
+            np.testing.assert_array_equal(server.infer(X).values, 2 * X + 1)
             idle.request("GET", "/v2/health/ready")
-            last = idle.getresponse()
-            assert (last.status, last.getheader("connection")) == (503, "close")
-            assert [each.result(PATIENCE).status for each in asked] == [200] * 6
+            assert idle.getresponse().status == 503
+            assert [each.result(PATIENCE).status for each in asked] == [200] * 4
         assert server.wait() == 143
+        assert not is_listening(server.address)
         wait_until(lambda: not any(map(is_alive, workers)))
+
+
+def test_sigterm_resets_no_connection_of_many_that_begin_and_of_some_that_stay(
+    fake_model: FakeModel,
+) -> None:
+    """Half a second of them: what comes at the end is refused before it has asked."""
+    options = ("--name", "model", "--engine", "fake", "--devices", "inline")
+
+    def ask(server: Server, headers: dict[str, str]) -> int:
+        answered = 0
+        while True:
+            try:
+                made = socket.create_connection(server.address, PATIENCE)
+            except ConnectionRefusedError:
+                return answered
+            with made, server.connection() as client:
+                client.sock = made
+                while client.sock is not None:  # until the server closes it
+                    client.request("GET", "/v2", headers=headers)
+                    assert client.getresponse().read()
+                    answered += 1
+
+    with Server(fake_model(), *options) as server, ThreadPoolExecutor(8) as pool:
+        asking = [
+            pool.submit(ask, server, {"Connection": "close"} if n % 4 else {}) for n in range(8)
+        ]
+        time.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        assert min(each.result(PATIENCE) for each in asking) > 0
+        assert server.wait() == 143
 
 
 def test_end_of_a_server_leaves_the_socket_of_the_next_one(
