@@ -40,6 +40,10 @@ def options_of(text: str) -> dict[str, Any]:
             {"max_batch_size": 8, "dynamic_batching": {"max_queue_delay_microseconds": 500}},
             {"max_batch_size": 8, "max_delay": 0.0005},
         ),
+        (
+            {"dynamic_batching": {"max_queue_delay_microseconds": 1 << 62}},
+            {"max_delay": Timeouts(start=5).predict},
+        ),
         ({"backend": "openvino"}, {"engine": "openvino"}),
         (
             {

@@ -202,6 +202,9 @@ class Configuration:
             options["limits"] = replace(before.get("limits", Limits()), queue=queue)
         if micro := policy.default_timeout_microseconds:
             options["timeouts"] = replace(before.get("timeouts", Timeouts()), predict=micro / 1e6)
+        # Longer, a request would wait for company until its time is over.
+        most = {**before, **options}.get("timeouts", Timeouts()).predict
+        options["max_delay"] = min(options["max_delay"], most)
         return options
 
     def _engine_options(self, before: EngineOptions) -> EngineOptions:
