@@ -499,10 +499,9 @@ class Loop:
         future = request.future
         request.copies = request.copies or self.arena.crowded
         request.set_ending(error, cancelled=entry.ending == "cancelled")
-        if self._scheduler.table.in_flight:
-            self._settled.append(request)
-        else:
-            request.wake()  # no other answer is to come
+        self._settled.append(request)
+        if not self._scheduler.table.in_flight:  # no other answer is to come
+            self._wake_callers()
         if self._trace is not None:
             hook, context = self._trace(), request.context
             if hook is not None and context is not None:
