@@ -1,5 +1,7 @@
 """Requests: those that do not fit are refused before anything is sent, others are answered."""
 
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -128,3 +130,13 @@ def test_strings_go_in_and_come_out(fake_model: FakeModel, devices: Any) -> None
         assert (master.predict({"words": long}, timeout=40.0)["same"] == long).all()
         with pytest.raises(InvalidInputError, match=r"'words'.*float64.*string"):
             master.predict({"words": np.zeros((2, 2))})
+
+
+def test_callbacks_are_called_in_the_order_of_the_answers(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(), 1) as master:
+        for _ in range(30):
+            called: SimpleQueue[int] = SimpleQueue()
+            for i in range(3):
+                done = partial(lambda i, put, _: put(i), i, called.put)
+                master.submit(rows(1)).add_done_callback(done)
+            assert [called.get(timeout=20.0) for _ in range(3)] == [0, 1, 2]
