@@ -52,12 +52,12 @@ from mcinfer.protocol import BuildFinish
 from mcinfer.requests.direct import InlineAnswers, Job
 from mcinfer.requests.request import Outcome, pick
 from mcinfer.requests.tensors import Arrays
-from mcinfer.runtime.delivery import Delivery, call_trace_hook
+from mcinfer.runtime.delivery import Delivery, call_trace_hook, make_call
 from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
 from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardQueue
-from mcinfer.scheduler.workers import PoolRules
+from mcinfer.scheduler.workers import IN_COMMON, PoolRules
 from mcinfer.specs import ModelSpec
 from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
 
@@ -121,7 +121,7 @@ class InlinePool(Doors):
         self._ended = threading.Condition(self._lock)  # a run, or the pool
         self._delivery = Delivery(f"{self._name} on {INLINE}")
         self._delivers = False
-        self._own: set[int] = set()  # the threads of the pool
+        self._own: set[int] = set()  # the threads of the pool that make callbacks
         self._calls: deque[Callable[[], object]] = deque()
         self._may_call, self._calling = threading.Lock(), 0  # the thread that makes them
         self.failure: McinferError | None = None
@@ -143,7 +143,7 @@ class InlinePool(Doors):
         self._restarts = self._runs = self._completed = self._failed = 0
         self._busy_seconds = 0.0
         self._last_error = ""
-        self._providers: tuple[str, ...] = ()
+        self._built: BuildFinish | None = None
         self._replacing = 0
         self._waiting = 0  # callers, for the end of a run
 
@@ -215,7 +215,7 @@ class InlinePool(Doors):
         count = self._most_lanes if type(engine).twin is not Engine.twin else 1
         twins = [engine.twin() for _ in range(1, count)]
         self._lanes = [*map(_Lane, (*twins, engine))]
-        self._providers = built.providers
+        self._built = built
 
     def planner(self, model: ModelSpec, built: BuildFinish) -> InlineAnswers:
         """What answers the requests of this model, which `start` has loaded."""
@@ -429,7 +429,9 @@ class InlinePool(Doors):
 
     def _serve(self) -> None:
         """A thread of the pool: run what waits."""
-        self._own.add(threading.get_ident())
+        me = threading.get_ident()
+        if len(self._lanes) > 1:  # a callback that waits must leave a thread to what it waits for
+            self._own.add(me)
         while not self.finished:
             try:
                 with self._lock:
@@ -437,9 +439,11 @@ class InlinePool(Doors):
                 if lane is not None:
                     self._run(lane)
                     del lane  # or callbacks would run with what it held
-                    self._make_calls()
             except BaseException as exc:  # raised from outside; a traceback would hold this
                 _log.error("%s was raised in a thread of the pool, which goes on", repr(exc))
+            if me in self._own:
+                self._make_calls()
+        self._own.discard(me)  # another thread may have it from now on
 
     def _take_next(self) -> _Lane | None:
         """Give a lane what waits; None after a wait, since none was free or nothing could go."""
@@ -569,6 +573,8 @@ class InlinePool(Doors):
         self.table.entries.pop(entry.number, None)
         if self._waiting:
             self._ended.notify_all()
+        if self.closing:
+            self._keeper.notify()  # it may have been the last
         if self._trace is not None:
             hook = self._trace()
             if hook is not None and job.call.context is not None:
@@ -595,11 +601,13 @@ class InlinePool(Doors):
 
     def deliver(self, call: Callable[[], object]) -> None:
         """Have a call made: by this thread after its run if it is of the pool, else by one for that."""
-        if threading.get_ident() in self._own:
-            self._calls.append(call)
+        if self.is_forked:
+            self._delivery.put(call)  # made here: what else waits is the other process's
             return
-        self._start_delivery()
-        self._delivery.put(call)
+        self._calls.append(call)
+        if threading.get_ident() not in self._own:
+            self._start_delivery()
+            self._delivery.put(self._make_calls)
 
     def _make_calls(self) -> None:
         """Make those of callbacks, one after another: here, unless another thread is at it."""
@@ -607,7 +615,7 @@ class InlinePool(Doors):
             try:
                 self._calling = threading.get_ident()
                 while self._calls:
-                    self._calls.popleft()()
+                    make_call(self._calls.popleft())
             finally:
                 self._calling = 0
                 self._may_call.release()
@@ -633,7 +641,7 @@ class InlinePool(Doors):
 
     def _late(self) -> list[str]:
         now = monotonic()
-        late = [now - lane.began for lane in self._lanes if lane.stop_by <= now]
+        late = [now - one.began for one in self._lanes if one.jobs and one.stop_by <= now]
         return [f"{INLINE}: a run of {seconds:.3g} s did not stop in time" for seconds in late]
 
     def health(self) -> Health:
@@ -660,6 +668,10 @@ class InlinePool(Doors):
         except (McinferError, OSError) as exc:
             raise WorkerDiedError(f"{INLINE}: {exc}") from exc
         try:
+            if any(getattr(built, name) != getattr(self._built, name) for name in IN_COMMON):
+                raise WorkerDiedError(
+                    f"{INLINE}: its model's content, inputs, outputs or weights are not those of before"
+                )
             with self.no_run(), self._lock:
                 self._leave_lane()
                 while any(lane.jobs for lane in self._lanes):
@@ -707,7 +719,7 @@ class InlinePool(Doors):
                 completed=self._completed,
                 failed=self._failed,
                 busy_seconds=self._busy_seconds,
-                providers=self._providers,
+                providers=() if self._built is None else self._built.providers,
                 last_error=self._last_error,
             )
             return Statistics(

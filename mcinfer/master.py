@@ -382,7 +382,7 @@ class Master:
             ReadyTimeoutError: Not all were replaced in time. The current replacement continues; the
                 remaining workers stay as they are.
             WorkerDiedError: A new process could not load the model within its budget of starts. It is
-                started again at the longest back-off; the remaining workers stay as they are.
+                started again at the longest back-off; the others, and inline sessions, stay as they are.
             ClosedError: The master is closed, or was not started.
         """
         self._ready()

@@ -71,7 +71,7 @@ class Delivery:
     def put(self, call: Callable[[], object]) -> None:
         """Have a call made, after those before it. After the thread's end, it is made here."""
         if os.getpid() != self._pid:
-            _make(call)  # what else waits is to be called in the process that this was forked from
+            make_call(call)  # what else waits is for the process that this was forked from
             return
         self._calls.append(call)
         if self._asleep:
@@ -144,9 +144,9 @@ class Delivery:
             due = min(self._traces_due, repeat)
             left = due - monotonic()
             if left <= 0:
-                _make(self._make_repeated if due == repeat else self._make_traces)
+                make_call(self._make_repeated if due == repeat else self._make_traces)
             elif self._calls:
-                _make(self._calls[0])
+                make_call(self._calls[0])
                 self._calls.popleft()
             elif self._closing and not self._repeated:
                 return
@@ -167,7 +167,7 @@ class Delivery:
     def _make_traces(self) -> None:
         self._traces_due = math.inf  # before they are made: who comes now gathers anew
         while self._traces:
-            _make(self._traces.popleft())
+            make_call(self._traces.popleft())
 
     def _drain(self) -> None:
         while True:
@@ -176,14 +176,14 @@ class Delivery:
             except IndexError:
                 self._make_traces()
                 return
-            _make(call)
+            make_call(call)
 
 
 def _nothing() -> None:
     """Only wakes the thread."""
 
 
-def _make(call: Callable[[], object]) -> None:
+def make_call(call: Callable[[], object]) -> None:
     try:
         call()
     except BaseException:

@@ -56,7 +56,7 @@ STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and i
 SHORTEST_PROBE = 0.1
 """Seconds between a death and a start past the budget, at the least: no policy makes that a busy loop."""
 
-_IN_COMMON = ("inputs", "outputs", "weights", "model")
+IN_COMMON = ("inputs", "outputs", "weights", "model")
 """What all workers report alike."""
 
 _STARTING = (WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.BUILDING)
@@ -441,7 +441,7 @@ class Lifecycle:
         w.capacity = w.depth = max(w.build.depth, w.concurrent)
         if self.specs is None:
             self.specs = message
-        elif any(getattr(message, name) != getattr(self.specs, name) for name in _IN_COMMON):
+        elif any(getattr(message, name) != getattr(self.specs, name) for name in IN_COMMON):
             w.start.failure = (
                 f"{w.name}: its model's content, inputs, outputs or weights are not those of the "
                 "others"

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -25,6 +26,7 @@ from mcinfer import (
     PredictError,
     PredictTimeoutError,
     Timeouts,
+    WorkerDiedError,
     inline,
 )
 from mcinfer.requests import direct
@@ -217,6 +219,72 @@ def test_run_that_hangs_keeps_others_waiting_and_is_said(
             pipe.close()
         assert_answers(waiting.result(20.0), rows(1))
         wait_until(lambda: str(master.health()) == "ready: 1 of 1 workers serve")
+
+
+def test_run_that_stopped_in_time_is_not_said_to_be_late(fake_model: FakeModel) -> None:
+    model = fake_model(when={"-1": "sleep:600"})
+    with fake_master(model, INLINE, timeouts=Timeouts(cancel_grace=0.1)) as master:
+        with pytest.raises(PredictTimeoutError):
+            master.predict(act(HANGS), timeout=0.1)
+        until = time.monotonic() + 0.3
+        wait_until(lambda: time.monotonic() > until)
+        assert str(master.health()) == "ready: 1 of 1 workers serve"
+
+
+def test_callback_that_waits_leaves_a_thread_to_what_it_waits_for(fake_model: FakeModel) -> None:
+    answered = Future[Inputs]()
+    with fake_master(fake_model(), INLINE) as master:
+
+        def ask(_: object) -> None:
+            answered.set_result(master.submit(rows(1), timeout=10.0).result())
+
+        master.submit(rows(1)).add_done_callback(ask)
+        assert_answers(answered.result(20.0), rows(1))
+
+
+def test_callbacks_are_called_one_after_another_and_after_the_close(onnx_model: OnnxModel) -> None:
+    path = onnx_model(text_of("(float[1, 4] x) => (float[1, 4] y) { y = Softmax(x) }"))
+    called, other_came = [threading.Event() for _ in range(2)], Future[bool]()
+    with Master(path, INLINE, inline_threads=2) as master:
+        done = master.submit(rows(1))
+        done.result(20.0)
+
+        def wait(_: object) -> None:
+            called[0].set()
+            other_came.set_result(called[1].wait(0.2))
+
+        master.submit(rows(1)).add_done_callback(wait)
+        assert called[0].wait(20.0)
+        done.add_done_callback(lambda _: called[1].set())
+        assert not other_came.result(20.0)
+        assert called[1].wait(20.0)
+    late: list[object] = []
+    for _ in range(4):  # they get the numbers of the pool's threads
+        thread = threading.Thread(target=done.add_done_callback, args=(late.append,))
+        thread.start()
+        thread.join()
+    assert late == [done] * 4
+
+
+def test_draining_ends_once_the_last_request_is_cancelled(fake_model: FakeModel) -> None:
+    options = {"max_batch_size": 8, "max_delay": 600.0}
+    with fake_master(fake_model(), INLINE, timeouts=Timeouts(predict=600.0), **options) as master:
+        future = master.submit(rows(1))
+        closer = threading.Thread(target=master.close, kwargs={"drain": True})
+        closer.start()
+        wait_until(lambda: master.health().state == "closing")
+        assert future.cancel()
+        closer.join(20.0)
+        assert not closer.is_alive()
+
+
+def test_session_is_not_replaced_by_that_of_another_model(fake_model: FakeModel) -> None:
+    model = fake_model()
+    with fake_master(model, INLINE) as master:
+        model.write_bytes(fake_model(run="fail").read_bytes())
+        with pytest.raises(WorkerDiedError, match="not those of before"):
+            master.restart_workers(timeout=20.0)
+        assert_answers(master.predict(rows(1)), rows(1))
 
 
 def test_exception_from_outside_costs_no_request_and_no_thread(
