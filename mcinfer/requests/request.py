@@ -387,7 +387,7 @@ class OutcomeFuture(Future[T]):
             self.owner.deliver(self.notify)
 
     def notify(self) -> None:
-        """Call the callbacks and the waiters: in the delivery thread."""
+        """Call the callbacks and the waiters: where the owner delivers."""
         while (callback := _next(self._callbacks)) is not None:
             try:
                 callback(self)
