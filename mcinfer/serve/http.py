@@ -543,7 +543,8 @@ def make_app(
     for end in ("unregister", "region/{name}/unregister"):
         post[f"{system}/{end}"] = answers(service.regions.unregister)
         post[f"{card}/{end}"] = answers(lambda *_: None)
-    infer = [Route(f"{place}/infer", _Infer(service)) for place in (model, version)]
+    asked = _Infer(service)  # one for both, as one large JSON is read at a time
+    infer = [Route(f"{place}/infer", asked) for place in (model, version)]
     routes = []
     for method, handlers in (("GET", get), ("POST", post)):
         routes += [Route(place, handler, methods=[method]) for place, handler in handlers.items()]
