@@ -16,10 +16,8 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
@@ -31,9 +29,10 @@ from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
 from mcinfer.cli import prefixed_log
 from mcinfer.cli.progress import let_workers_tell, say
-from mcinfer.cli.server import ENDING, Config, Endpoint
+from mcinfer.cli.server import ENDING, Config, Endpoint, Listening
 from mcinfer.errors import McinferError
 from mcinfer.runtime.transport import runtime_folder
+from mcinfer.serve.figures import served
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.service import ServeOptions
 
@@ -59,11 +58,10 @@ def run_processes(count: int, models: Models, options: ServeOptions, endpoint: E
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with endpoint.shared(count) as sockets, runtime_folder() as folder:
-            config = _Config(models, options, endpoint, Path(folder.path))
-            names = ", ".join(each["name"] for each in models.index())
-            text = f"serving {names} by {count} processes at {endpoint.place(sockets[0])}"
-            supervisor = _Supervisor(config, [*sockets], lambda: say(text))
+        with endpoint.shared(count) as listening, runtime_folder() as folder:
+            supervisor = _Supervisor(
+                _Config(models, options, endpoint, Path(folder.path)), listening
+            )
             supervisor.run()
     finally:
         for number, handler in before.items():
@@ -83,11 +81,11 @@ class _Supervisor(Multiprocess):
 
     handle_ttin = handle_ttou = None  # type: ignore[assignment] # there are as many as sockets
 
-    def __init__(
-        self, config: Config, sockets: list[socket.socket], say_serving: Callable[[], None]
-    ) -> None:
-        super().__init__(config, sockets)
-        self._say_serving, self._serving = say_serving, False
+    config: "_Config"
+
+    def __init__(self, config: "_Config", listening: Listening) -> None:
+        super().__init__(config, [*listening.sockets])
+        self._listening, self._serving = listening, False
         self.failed, self.ended_by = False, 0
 
     def _start(self, place: int) -> Process:
@@ -104,10 +102,8 @@ class _Supervisor(Multiprocess):
             return
         ready = True
         for place, each in enumerate(self.processes):
-            each.parent_conn.send(b"ping")
-            wait((each.parent_conn, each.process.sentinel), _SILENT_SECONDS)
-            if each.process.is_alive() and each.parent_conn.poll():
-                ready &= each.parent_conn.recv()
+            if (serves := _serves(each)) is not None:
+                ready &= serves
                 continue
             each.kill()  # if it does not answer
             each.join()
@@ -126,20 +122,29 @@ class _Supervisor(Multiprocess):
                 self._serving = True
                 self._say_serving()
 
+    def _say_serving(self) -> None:
+        folder, endpoint = self.config.folder, self.config.endpoint
+        names = ", ".join(served(folder) if folder else ()) or "no model"
+        place = endpoint.place(self.sockets[0])
+        say(f"serving {names} by {len(self.sockets)} processes at {place}")
+
     def restart_all(self) -> None:
         """Replace them one after the other: two have a socket until the first of them has ended."""
         for place, old in enumerate(self.processes):
             new = self._start(place)
-            while not new.is_ready(1.0):
+            while not (serves := _serves(new)):
                 is_ending = {signal.SIGINT, signal.SIGTERM} & {*self.signal_queue}
-                if is_ending or not new.process.is_alive():
+                if is_ending or serves is None:
                     new.kill()
                     new.join()
                     _log.warning(
                         "process %s does not start, and process %s stays", new.pid, old.pid
                     )
                     return
+                wait((new.process.sentinel,), 0.1)
             old.terminate()
+            old.process.join(self._most_seconds)
+            old.process.kill()  # if it has not ended
             old.join()
             self.processes[place] = new
 
@@ -153,14 +158,21 @@ class _Supervisor(Multiprocess):
 
     def terminate_all(self) -> None:
         """End them; what still loads has accepted nothing."""
+        if self._serving:
+            asyncio.run(self._listening.accept_last())
         for each in self.sockets:
             each.close()
         for process in self.processes:
             process.terminate() if self._serving else process.kill()
 
+    @property
+    def _most_seconds(self) -> float:
+        """For a process to end."""
+        return (self.config.timeout_graceful_shutdown or 0) + _MORE_SECONDS
+
     def join_all(self) -> None:
         """Wait for them; another SIGINT goes on to them, and then they drop what they have accepted."""
-        end = monotonic() + (self.config.timeout_graceful_shutdown or 0) + _MORE_SECONDS
+        end = monotonic() + self._most_seconds
         while running := {p.pid: p.process for p in self.processes if p.exitcode is None}:
             wait([process.sentinel for process in running.values()], 0.1)
             again = signal.SIGINT in self.signal_queue
@@ -170,6 +182,14 @@ class _Supervisor(Multiprocess):
                     os.kill(pid, signal.SIGINT)
                 if monotonic() > end:
                     process.kill()
+
+
+def _serves(process: Process) -> bool | None:
+    """Whether a process serves; None if it has ended, or says nothing."""
+    process.parent_conn.send(b"ping")
+    wait((process.parent_conn, process.process.sentinel), _SILENT_SECONDS)
+    is_there = process.process.is_alive() and process.parent_conn.poll()
+    return bool(process.parent_conn.recv()) if is_there else None
 
 
 class _Config(Config):

@@ -103,24 +103,26 @@ class Endpoint:
         return f"{scheme}://{self.address(listening.getsockname()[1])}"
 
     @contextmanager
-    def shared(self, count: int) -> Iterator[Sequence[socket.socket]]:
+    def shared(self, count: int) -> Iterator["Listening"]:
         """A socket for each of so many processes; raises as `listening`.
 
         The system deals out connections over sockets at one port evenly. From one socket, the process that
         comes first takes all that wait. A Unix socket cannot be had twice, so all have the same one.
         """
         with ExitStack() as opened:
-            first = opened.enter_context(self.listening())
+            listening = opened.enter_context(self.listening())
+            (first,) = listening.sockets
             if self.uds:
-                yield [first] * count
+                yield replace(listening, sockets=[first] * count)
                 return
             sockets, port = [first], first.getsockname()[1]
             if not self.reuse_port:
                 first.close()  # it has shown that no other server has the port
                 sockets = []
             own = replace(self, port=port, reuse_port=True)
-            sockets += [opened.enter_context(own.listening()) for _ in range(len(sockets), count)]
-            yield sockets
+            for _ in range(len(sockets), count):
+                sockets += opened.enter_context(own.listening()).sockets
+            yield replace(listening, sockets=sockets)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -134,8 +136,8 @@ class Endpoint:
             yield
 
     @contextmanager
-    def listening(self) -> Iterator[socket.socket]:
-        """The socket for HTTP; `InvalidInputError` if it cannot be had."""
+    def listening(self) -> Iterator["Listening"]:
+        """Listen for HTTP; `InvalidInputError` if that cannot be had."""
         try:
             listening = self._bound()
         except OSError as exc:
@@ -143,14 +145,19 @@ class Endpoint:
             raise InvalidInputError(f"cannot listen at {place}: {exc.strerror or exc}") from exc
         # Keeps the file's number from another file: the next server may have put its own there.
         own = os.open(self.uds, os.O_PATH) if self.uds else None
-        try:
-            with listening:
-                yield listening
-        finally:
+
+        def remove() -> None:
             if self.uds and own is not None:
                 with suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(own), self.uds.lstat()):
                         self.uds.unlink()
+
+        try:
+            with listening:
+                yield Listening([listening], remove)
+        finally:
+            remove()
+            if own is not None:
                 os.close(own)
 
     def _bound(self) -> socket.socket:
@@ -175,6 +182,40 @@ class Endpoint:
         finally:
             os.umask(before)
         return listening
+
+
+_NO_SYN = struct.pack(
+    "HBBI" * 4, *(0x30, 0, 0, 13), *(0x45, 0, 1, 2), *(6, 0, 0, 0), *(6, 0, 0, ~0 % (1 << 32))
+)
+"""A filter of BPF: of TCP's segments, let pass those that begin no connection (linux/filter.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Sockets that listen at one address; `remove` takes a Unix socket's file away, if it is still theirs."""
+
+    sockets: Sequence[socket.socket]
+    remove: Callable[[], None]
+
+    async def accept_last(self) -> None:
+        """Have no connection begin any more, and all that began accepted: to close would reset what waits.
+
+        Clients that come now find that nothing listens when they ask again, after a second.
+        """
+        self.remove()
+        if self.sockets[0].family != socket.AF_UNIX:
+            program = ctypes.create_string_buffer(_NO_SYN)
+            filter_ = struct.pack("HP", 4, ctypes.addressof(program))
+            with suppress(OSError):  # not every kernel can
+                for each in self.sockets:
+                    each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+                await asyncio.sleep(_BEGIN_SECONDS)
+        waiting = select.poll()
+        for each in self.sockets:
+            waiting.register(each, select.POLLIN)
+        end = asyncio.get_running_loop().time() + _LAST_SECONDS
+        while waiting.poll(0) and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.01)
 
 
 class _Errors:
@@ -422,11 +463,10 @@ class Config(uvicorn.Config):
 class _Server(uvicorn.Server):
     """Answers what was accepted, over HTTP and gRPC, before it ends."""
 
-    def __init__(
-        self, config: uvicorn.Config, service: Service, grpc_server: Any, delay: float
-    ) -> None:
+    def __init__(self, config: Config, listening: Listening, grpc_server: Any) -> None:
         super().__init__(config)
-        self._service, self._grpc, self._delay = service, grpc_server, delay
+        self._service, self._delay = config.service, config.endpoint.drain_delay
+        self._listening, self._grpc = listening, grpc_server
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         clock, patience = (
@@ -437,8 +477,7 @@ class _Server(uvicorn.Server):
         end = clock() + (self._delay if signal.SIGTERM in self._captured_signals else 0)
         while clock() < end and not self.force_exit:
             await asyncio.sleep(0.05)
-        for each in sockets or ():
-            await _accept_last(each)
+        await self._listening.accept_last()
         end = clock() + patience
         if self._grpc is not None:
             stopping = asyncio.ensure_future(self._grpc.stop(patience))
@@ -452,33 +491,6 @@ class _Server(uvicorn.Server):
         draining = asyncio.ensure_future(drain())
         while not (draining.done() or self.force_exit or clock() > end):
             await asyncio.wait((draining,), timeout=0.1)
-
-
-_NO_SYN = struct.pack(
-    "HBBI" * 4, *(0x30, 0, 0, 13), *(0x45, 0, 1, 2), *(6, 0, 0, 0), *(6, 0, 0, ~0 % (1 << 32))
-)
-"""A filter of BPF: of TCP's segments, let pass those that begin no connection (linux/filter.h)."""
-
-
-async def _accept_last(listening: socket.socket) -> None:
-    """Have no connection begin any more, and all that began accepted: to close would reset what waits there.
-
-    Clients that come now find that nothing listens when they ask again, after a second.
-    """
-    if listening.family == socket.AF_UNIX:
-        with suppress(OSError):
-            os.unlink(listening.getsockname())
-    else:
-        program = ctypes.create_string_buffer(_NO_SYN)
-        with suppress(OSError):  # not every kernel can
-            filter_ = struct.pack("HP", 4, ctypes.addressof(program))
-            listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
-            await asyncio.sleep(_BEGIN_SECONDS)
-    waiting = select.poll()
-    waiting.register(listening, select.POLLIN)
-    end = asyncio.get_running_loop().time() + _LAST_SECONDS
-    while waiting.poll(0) and asyncio.get_running_loop().time() < end:
-        await asyncio.sleep(0.01)
 
 
 async def run(
@@ -502,9 +514,8 @@ async def run(
                 renew, loop = partial(_renew, config), asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, loop.run_in_executor, None, renew)
             names = ", ".join(dict(models.loaded())) or "no model"
-            say(f"serving {names} at {endpoint.place(listening)}{too}")
-            server = _Server(config, config.service, grpc_server, endpoint.drain_delay)
-            await server.serve([listening])
+            say(f"serving {names} at {endpoint.place(listening.sockets[0])}{too}")
+            await _Server(config, listening, grpc_server).serve([*listening.sockets])
 
 
 def _renew(config: Config) -> None:

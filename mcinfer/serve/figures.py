@@ -146,6 +146,11 @@ class Figures:
                 new.rename(self._folder / f"{self.place}")
 
 
+def served(folder: Path) -> list[str]:
+    """The names of the models that the first of several processes serves."""
+    return [*dict.fromkeys(each.name for each in _read(folder / "0").models)]
+
+
 def _read(file: Path) -> Snapshot:
     with suppress(FileNotFoundError):  # it has just begun
         return msgpack.decode(file.read_bytes(), type=Snapshot)

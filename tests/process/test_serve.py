@@ -505,11 +505,12 @@ def test_sigterm_answers_what_was_accepted_and_what_comes_while_probes_are_told(
         wait_until(lambda: not any(map(is_alive, workers)))
 
 
+@pytest.mark.parametrize("how", [("--devices", "inline"), ("--processes", 2)])
 def test_sigterm_resets_no_connection_of_many_that_begin_and_of_some_that_stay(
-    fake_model: FakeModel,
+    how: tuple[object, ...], fake_model: FakeModel
 ) -> None:
     """Half a second of them: what comes at the end is refused before it has asked."""
-    options = ("--name", "model", "--engine", "fake", "--devices", "inline")
+    options = ("--name", "model", "--engine", "fake", *how)
 
     def ask(server: Server, headers: dict[str, str]) -> int:
         answered = 0
@@ -550,7 +551,11 @@ def test_end_of_a_server_leaves_the_socket_of_the_next_one(
             assert asked.result(PATIENCE).status == 200
             assert old.wait() == 143
             assert new.infer(X).status == 200
-            new.end()
+            path.unlink()
+            with Server(model, *options) as third:
+                new.end()
+                assert third.infer(X).status == 200
+                third.end()
     assert not path.exists()
 
 

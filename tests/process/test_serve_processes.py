@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from http.client import HTTPException
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,6 +101,26 @@ def test_sigterm_answers_what_all_processes_have_accepted(fake_model: FakeModel)
         wait_until(lambda: server.figure("mcinfer_requests_in_flight") == 8)
         assert server.end() == 143
         assert [each.result(PATIENCE).status for each in asked] == [200] * 8
+
+
+def test_process_that_does_not_end_holds_up_no_change(fake_model: FakeModel) -> None:
+    before = "import mcinfer.cli.processes as processes; processes._MORE_SECONDS = 1.0"
+    with Server(fake_model(), *TWO, "--drain", 0, before=before) as server:
+        first = server.workers()
+        os.kill(first[0], signal.SIGSTOP)
+        server.send_signal(signal.SIGHUP)
+        wait_until(lambda: all_gone(first), PATIENCE)
+        assert server.end() == 143
+
+
+def test_processes_say_which_models_they_serve(fake_model: FakeModel, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        fake_model().rename(tmp_path / name / "1" / "model.onnx")
+    options = ("--repository", tmp_path, "--engine", "fake", "--model-control-mode", "explicit")
+    with Server(*options, "--load-model", "b", "--processes", 2) as server:
+        assert "serving b by 2 processes" in server.text()
+        assert server.end() == 143
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
