@@ -79,6 +79,13 @@ def test_help_names_all_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Capt
     assert {"", "run", "inspect", "devices", "doctor", "cache list", "bench"} < {*called}
 
 
+def test_page_of_the_server_names_all_its_options() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
+    command = typer.main.get_command(make_app()).commands["serve"]  # type: ignore[attr-defined]
+    options = [p.opts[0] for p in command.params if p.param_type_name == "option"]
+    assert [option for option in options if not re.search(rf"{option}(?![\w-])", page)] == []
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from mcinfer.cli import main; main(['--help']); print(*sys.modules)"
     given = {*python("-c", code).stdout.split("\n")[-2].split()}

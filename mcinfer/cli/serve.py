@@ -124,7 +124,10 @@ def serve(
         int, typer.Option(metavar="BYTES", min=1, help="Most bytes of a request.")
     ] = 64 << 20,
     max_connections: Annotated[
-        int, typer.Option(metavar="COUNT", min=1, help="Most connections over HTTP at once.")
+        int,
+        typer.Option(
+            metavar="COUNT", min=1, help="Most connections over HTTP at once, in a process."
+        ),
     ] = 1000,
     api_key_file: Annotated[
         Path | None,
@@ -144,7 +147,9 @@ def serve(
     drain_delay: Annotated[
         Any,
         parsed(
-            "SECONDS", parse_pause, "To go on accepting after SIGTERM, while no probe is ready."
+            "SECONDS",
+            parse_pause,
+            "To go on accepting after SIGTERM, while no probe is ready; 0 with --processes.",
         ),
     ] = 1.0,
     model_control_mode: Annotated[
@@ -178,7 +183,8 @@ def serve(
         parsed(
             "true|false",
             parse_switch,
-            "Whether a model that cannot be loaded ends the start; default: if it is a MODEL.",
+            "Whether a model that cannot be loaded ends the start; default: if it is a MODEL or one of "
+            "--load-model.",
             "--exit-on-error",
         ),
     ] = None,
@@ -229,7 +235,7 @@ def serve(
             (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
             (client_shared_memory, "--client-shared-memory: one process alone would know a region"),
             (any(d != ["inline"] for d in given.values()), "--devices: each has inline sessions"),
-            (drain_delay != 1.0, "--drain-delay: they take no connection after SIGTERM"),
+            (drain_delay not in (0.0, 1.0), "--drain-delay: they take no connection after SIGTERM"),
         ):
             if one:
                 raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
@@ -273,6 +279,8 @@ def serve(
     options_of = partial(_options_of, usual, given, options)
     with refused_as_usage():
         control = _control(model_control_mode, load_model or [], repository_poll_secs)
+        if control.poll and repository is None:
+            raise typer.BadParameter("--model-control-mode poll: expected --repository FOLDER")
         control = replace(control, exit_on_error=exit_on_error)
         served = Models(files, repository, options_of, _show_split, fixed, control)
     if processes > 1:
@@ -293,6 +301,8 @@ def _control(mode: str | None, first: Sequence[str], seconds: float) -> Any:
         )
     if first and mode != "explicit":
         raise typer.BadParameter("--load-model: expected --model-control-mode explicit")
+    if seconds != 15.0 and mode != "poll":
+        raise typer.BadParameter("--repository-poll-secs: expected --model-control-mode poll")
     if mode == "explicit":
         return Control(first=None if "*" in first else first)
     return Control(by_clients=mode is None, poll=seconds if mode == "poll" else 0.0)

@@ -684,6 +684,12 @@ def test_keys_of_a_file_of_any_editor_are_shown_in_their_own_letters(
             2,
             "--load-model: expected --model-control-mode explicit",
         ),
+        (
+            ("--repository", ".", "--repository-poll-secs", "5"),
+            2,
+            "--repository-poll-secs: expected --model-control-mode poll",
+        ),
+        ((__file__, "--model-control-mode", "poll"), 2, "poll: expected --repository FOLDER"),
         ((__file__, "--exit-on-error=no"), 2, "got 'no', expected true or false"),
         ((__file__, "--processes", "2", "--grpc-port", "0"), 2, "--grpc-port: gRPC's own threads"),
         ((__file__, "--processes", "2", "--client-shared-memory"), 2, "know a region"),
