@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from contextlib import AsyncExitStack
+from copy import copy
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -88,8 +89,8 @@ class _Supervisor(Multiprocess):
         self._listening, self._serving = listening, False
         self.failed, self.ended_by = False, 0
 
-    def _start(self, place: int) -> Process:
-        process = Process(self.config, [self.sockets[place]])
+    def _start(self, place: int, config: "_Config | None" = None) -> Process:
+        process = Process(config or self.config, [self.sockets[place]])
         process.start()
         return process
 
@@ -129,9 +130,14 @@ class _Supervisor(Multiprocess):
         say(f"serving {names} by {len(self.sockets)} processes at {place}")
 
     def restart_all(self) -> None:
-        """Replace them one after the other: two have a socket until the first of them has ended."""
+        """Replace them one after the other: two have a socket until the first of them has ended.
+
+        A new one takes the place if it can load all that is served; a model that is gone is not.
+        """
+        config = copy(self.config)
+        config.models = config.models.needing(served(config.folder) if config.folder else ())
         for place, old in enumerate(self.processes):
-            new = self._start(place)
+            new = self._start(place, config)
             while not (serves := _serves(new)):
                 is_ending = {signal.SIGINT, signal.SIGTERM} & {*self.signal_queue}
                 if is_ending or serves is None:

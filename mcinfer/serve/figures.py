@@ -147,8 +147,9 @@ class Figures:
 
 
 def served(folder: Path) -> list[str]:
-    """The names of the models that the first of several processes serves."""
-    return [*dict.fromkeys(each.name for each in _read(folder / "0").models)]
+    """The names of the models that processes serve, or those whose places they have."""
+    found = summed(_read(lock.with_suffix("")) for lock in sorted(folder.glob("*.lock")))
+    return [*dict.fromkeys(each.name for each in found.models)]
 
 
 def _read(file: Path) -> Snapshot:

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,10 +218,14 @@ class Models:
         if unknown := {*(control.first or ())} - {*self._models}:
             text = f"models to load: got {sorted(unknown)}, expected some of {[*self._models]}"
             raise InvalidInputError(text)
-        named = {*files, *(control.first or ())}
-        first = self._models if control.first is None else named
-        needed = {None: named, True: first, False: ()}[control.exit_on_error]
-        self._first = {name: name in needed for name in first}
+        self._named = {*files, *(control.first or ())}
+        self._served: Collection[str] = ()
+
+    def needing(self, served: Collection[str]) -> "Models":
+        """These, not loaded yet, of which the start needs those that another process serves."""
+        other = copy(self)
+        other._served = served
+        return other
 
     def _look(self) -> None:
         """Note the models that came to the repository."""
@@ -229,11 +234,21 @@ class Models:
                 self._models[entry.name] = _Model(entry)
 
     async def __aenter__(self) -> "Models":
-        """Load those of the start; if one fails that the server needs, close all and raise its error."""
+        """Load those of the start; if one fails that the server needs, close all and raise its error.
+
+        Those of the repository that have come or gone since this was made are taken as it is now.
+        """
+        self._look()
+        for name, model in [*self._models.items()]:
+            if name not in self._named and not model.place.exists():
+                del self._models[name]
+        first = self._models if self._control.first is None else self._named
+        needed = {None: self._named, True: first, False: ()}[self._control.exit_on_error]
+        needed = {*needed, *self._served}
         if self._control.poll:
             for model in self._models.values():
                 model.seen = model.taken = _files_of(model.place)
-        loads = [asyncio.create_task(self._begin(*each)) for each in self._first.items()]
+        loads = [asyncio.create_task(self._begin(name, name in needed)) for name in first]
         try:
             await asyncio.gather(*loads)
         except BaseException:

@@ -1,6 +1,7 @@
 """`mcinfer serve --processes`: several processes at one address, their figures, deaths and ends."""
 
 import os
+import shutil
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,31 @@ def test_processes_say_which_models_they_serve(fake_model: FakeModel, tmp_path: 
     options = ("--repository", tmp_path, "--engine", "fake", "--model-control-mode", "explicit")
     with Server(*options, "--load-model", "b", "--processes", 2) as server:
         assert "serving b by 2 processes" in server.text()
+        assert server.end() == 143
+
+
+def test_sighup_takes_the_repository_as_it_is_and_gives_up_no_model_that_fails(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    def put(name: str, version: int, **content: str) -> None:
+        (folder := tmp_path / "models" / name / str(version)).mkdir(parents=True)
+        fake_model(**content).rename(folder / "model.onnx")
+
+    put("a", 1)
+    put("gone", 1)
+    options = ("--repository", tmp_path / "models", "--engine", "fake", "--processes", 2)
+    with Server(*options) as server:
+        shutil.rmtree(tmp_path / "models" / "gone")
+        put("new", 1)
+        first = server.workers()
+        server.send_signal(signal.SIGHUP)
+        wait_until(lambda: all_gone(first), PATIENCE)
+        assert server.ask("/v2/health/ready").status == 200
+        assert server.infer(X, "new").status == 200
+        put("a", 2, build="fail")
+        server.send_signal(signal.SIGHUP)
+        wait_until(lambda: "does not start" in server.text(), PATIENCE)
+        assert {server.infer(X, "a").status for _ in range(8)} == {200}
         assert server.end() == 143
 
 
