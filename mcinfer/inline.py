@@ -52,7 +52,7 @@ from mcinfer.protocol import BuildFinish
 from mcinfer.requests.direct import InlineAnswers, Job
 from mcinfer.requests.request import Outcome, pick
 from mcinfer.requests.tensors import Arrays
-from mcinfer.runtime.delivery import Delivery, call_trace_hook, make_call
+from mcinfer.runtime.delivery import Delivery, call_trace_hook, make_call, preparing
 from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
 from mcinfer.scheduler.joining import Joining
@@ -86,10 +86,11 @@ class InlinePool(Doors):
     """The session of a master in its own process, its lanes and threads. Any thread may call it.
 
     Args:
-        request: The model, and how to load it.
+        model: Its path.
         engine: Name of the engine.
+        options: Of the engine.
+        plan: How many runs there are at once, at most, and how many threads one has.
         rules: What the user wants of the pool.
-        threads: How many runs there are at once, at most.
         trace: The trace hook.
 
     Attributes:
@@ -102,19 +103,22 @@ class InlinePool(Doors):
 
     def __init__(
         self,
-        request: EngineRequest,
+        model: str,
         engine: str,
+        options: EngineOptions,
+        plan: PoolPlan,
         rules: PoolRules,
-        threads: int,
         trace: "ref[TraceHook] | None",
     ) -> None:
         super().__init__(rules.limits)
-        self._request = request
+        share = plan.processes[0].share
+        device = Device("cpu", 0)
+        self._request = EngineRequest(model=model, device=device, options=options, share=share)
         self._engine_name = engine
         self._rules = rules
-        self._most_lanes = threads
+        self._most_lanes = plan.threads
         self._trace = trace
-        self._name = model_name(request.model)
+        self._name = model_name(model)
         self._lock: Any = threading.RLock()
         self._work = threading.Condition(self._lock)  # for the threads
         self._keeper = threading.Condition(self._lock)
@@ -134,7 +138,7 @@ class InlinePool(Doors):
         self.table = RequestTable()
         self._numbers = itertools.count()
         self._queue = ShardQueue(rules.max_batch_size)
-        self._joining = Joining(rules.max_batch_size, threads, waits=not rules.max_delay)
+        self._joining = Joining(rules.max_batch_size, plan.threads, waits=not rules.max_delay)
         self._news: deque[Job] = deque()  # jobs that the queue is to take in, or to drop
         self._jobs: dict[int, Job] = {}
         self.line: deque[Job] = deque()
@@ -193,8 +197,7 @@ class InlinePool(Doors):
         request = replace(self._request, content=readable_content(self._request))
 
         def report(state: Mapping[str, Any]) -> None:
-            size = f"{state['written'] / 1e6:.0f} MB"
-            self._show(f"preparing {self._name}: {size} written, {state['seconds']:.0f} s")
+            self._show(preparing(self._name, state["written"], state["seconds"]))
 
         engine = open_engine(self._engine_name, request, report)
         try:
@@ -266,7 +269,7 @@ class InlinePool(Doors):
             try:
                 with self._lock:
                     self._look(monotonic())
-            except BaseException as exc:  # as above
+            except BaseException as exc:  # raised from outside; a traceback would hold this
                 _log.error("%s was raised in the keeper of the pool, which goes on", repr(exc))
 
     def _look(self, now: float) -> None:
@@ -439,7 +442,7 @@ class InlinePool(Doors):
                 if lane is not None:
                     self._run(lane)
                     del lane  # or callbacks would run with what it held
-            except BaseException as exc:  # raised from outside; a traceback would hold this
+            except BaseException as exc:  # as in `_keep`
                 _log.error("%s was raised in a thread of the pool, which goes on", repr(exc))
             if me in self._own:
                 self._make_calls()
@@ -735,22 +738,8 @@ class InlinePool(Doors):
             )
 
 
-def open_pool(
-    model: str,
-    engine: str,
-    options: EngineOptions,
-    plan: PoolPlan,
-    rules: PoolRules,
-    trace: "ref[TraceHook] | None",
-) -> InlinePool:
-    """The pool of a `mcinfer.Master` with such a plan."""
-    share = plan.processes[0].share
-    request = EngineRequest(model=model, device=Device("cpu", 0), options=options, share=share)
-    return InlinePool(request, engine, rules, plan.threads, trace)
-
-
 def _told(error: BaseException) -> McinferError:
-    """What a caller is told of a failed run."""
+    """The error that the caller of a failed run gets."""
     if isinstance(error, McinferError) and not isinstance(error, RunCancelledError):
         return error.with_traceback(None)
     return PredictError(str(error) or repr(error))

@@ -219,11 +219,10 @@ class Master:
     def _open_pool(self, rules: PoolRules, options: EngineOptions) -> "Loop | InlinePool":
         trace: ref[TraceHook] | None = None if self._trace is None else ref(self._trace)
         if self._plan.inline:
-            from mcinfer.inline import (
-                open_pool,  # an engine comes into this process in this way alone
-            )
+            # An engine comes into this process in this way alone.
+            from mcinfer.inline import InlinePool
 
-            return open_pool(self._path, self._engine, options, self._plan, rules, trace)
+            return InlinePool(self._path, self._engine, options, self._plan, rules, trace)
         return Loop(
             _builds(self._plan, self._path, self._engine, options),
             rules,

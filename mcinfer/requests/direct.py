@@ -44,7 +44,7 @@ _shape = attrgetter("shape")
 
 
 @dataclass(slots=True)
-class Plan:
+class DirectPlan:
     """Requests of one set of shapes.
 
     Attributes:
@@ -71,7 +71,7 @@ class Job(Outcome[Arrays]):
     __slots__ = ("answers", "arrays", "call", "entry", "here", "join", "lane", "plan", "weights")
 
     def __init__(
-        self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: Plan
+        self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: DirectPlan
     ) -> None:
         super().__init__()
         self.answers = answers
@@ -116,7 +116,7 @@ class InlineAnswers(InputReader):
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(specs_of(built.weights), _slots, self._copier)
         self._outputs = tuple(spec.name for spec in model.outputs)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], DirectPlan] = {}
 
     def answer_call(self, call: Call) -> Arrays:
         """Answer a call; raises as `Planner.answer_call`."""
@@ -191,7 +191,7 @@ class InlineAnswers(InputReader):
 
     def _new_plan(
         self, key: Any, shapes: tuple[Any, ...], pieces: int, state: SplitState | None
-    ) -> Plan:
+    ) -> DirectPlan:
         split = None if state is None else state.split
         cut = sharding.cut_batch(self._model, shapes, pieces, split)
         known = [
@@ -206,7 +206,7 @@ class InlineAnswers(InputReader):
         size = sum(prod(shape) * spec.dtype.itemsize for spec, shape in sizes)
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        plan = self._plans[key] = Plan(cut, size, apart, self._alike(shapes, cut))
+        plan = self._plans[key] = DirectPlan(cut, size, apart, self._alike(shapes, cut))
         return plan
 
     def _join(self, job: Job) -> tuple[Any, int] | None:

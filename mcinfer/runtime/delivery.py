@@ -183,6 +183,11 @@ def _nothing() -> None:
     """Only wakes the thread."""
 
 
+def preparing(name: str, written: int, seconds: float) -> str:
+    """The status while a model is prepared, of which so many bytes are written after so many seconds."""
+    return f"preparing {name}: {written / 1e6:.0f} MB written, {seconds:.0f} s"
+
+
 def make_call(call: Callable[[], object]) -> None:
     try:
         call()

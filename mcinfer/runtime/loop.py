@@ -56,9 +56,7 @@ from mcinfer.specs import ModelSpec, specs_of
 from mcinfer.statistics import Statistics, TraceHook
 
 _MAX_MESSAGES = 32  # in one turn: one worker must not delay the others, nor the callers
-_ROUNDED = (
-    0.002  # seconds: epoll's time is in milliseconds, rounded up, which is long beside a short run
-)
+_ROUNDED = 0.002  # seconds: epoll rounds up to milliseconds, which is long beside a short run
 _FD_SETSIZE = 1024  # select(2) takes no descriptor from here on
 _LONGEST_WAIT = 86400.0  # seconds of one wait: epoll takes no more than 24 days
 _LAST_SECONDS = 1.0  # for workers' ends after a fault, and for callbacks at the close

@@ -37,7 +37,7 @@ from mcinfer.protocol import (
 from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Outcome
 from mcinfer.runtime.connections import Connections
-from mcinfer.runtime.delivery import Delivery
+from mcinfer.runtime.delivery import Delivery, preparing
 from mcinfer.runtime.inbox import Inbox, Question
 from mcinfer.runtime.worker_process import Gang
 from mcinfer.scheduler.scheduler import Scheduler
@@ -408,9 +408,7 @@ class Supervision:
         w, show = self.scheduler.workers[index], self._delivery.show
         match message:
             case Preparing():
-                size = f"{message.written / 1e6:.0f} MB"
-                name = model_name(w.build.model)
-                show(f"preparing {name}: {size} written, {message.seconds:.0f} s")
+                show(preparing(model_name(w.build.model), message.written, message.seconds))
             case BuildFinish():
                 show("")
                 for note in message.notes:
