@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from mcinfer.bench import DEFAULT_ENGINE
 from mcinfer.bench.figures import (
     CLEAR_GAIN,
     FLAWED,
@@ -30,6 +29,7 @@ from mcinfer.bench.figures import (
 )
 from mcinfer.bench.report import OTHERS, Load, Report, Way
 from mcinfer.bench.way import engine_arguments
+from mcinfer.engines.names import DEFAULT_ENGINE
 from mcinfer.errors import printable as shown
 from mcinfer.specs import STRING, numpy_dtype
 

@@ -12,7 +12,6 @@ from mcinfer.bench import (
     MODES,
     check_engines,
     check_names,
-    engines_for,
 )
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
@@ -38,6 +37,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
+from mcinfer.engines.names import engines_for
 from mcinfer.errors import InvalidInputError, McinferError
 
 _DEFAULT_BASELINES = "session,threads,pipe"

@@ -8,7 +8,6 @@ wrong usage, and the message has the option's name. typer would read some of the
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,19 +23,6 @@ MAX_CLIENTS = 4096
 """Most requests under way at once: each is made by a thread of its own."""
 
 _MAX_SECONDS = 86400.0
-
-_ENGINES = {
-    ".mindir": ("mindspore", "mindspore_lite"),
-    ".ms": ("mindspore_lite",),
-    ".xml": ("openvino",),
-}
-"""By ending, the engines that load such files; the first that is installed is used."""
-
-
-def engine_for(model: Path) -> str:
-    """The engine that loads a file of this name's ending."""
-    engines = _ENGINES.get(model.suffix, ("onnxruntime",))
-    return next((name for name in engines if find_spec(name) is not None), engines[0])
 
 
 def check_model(model: Path) -> None:

@@ -15,15 +15,13 @@ from mcinfer.cli.options import (
     ModelArgument,
     OutputAxisOption,
     axes_of,
-    engine_for,
     parse_timeout,
     parsed,
 )
 from mcinfer.cli.output_files import output_place
 from mcinfer.cli.progress import let_workers_tell, say
+from mcinfer.engines.names import PACKAGES, engines_for
 from mcinfer.errors import BuildError, InvalidInputError
-
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "openvino", "mindspore", "mindspore-lite")
 
 
 def run(
@@ -90,7 +88,7 @@ def run(
     as_npy = target.suffix.lower() == ".npy"
     with (
         opened_input(source, place.parent) as file,
-        closing(Master(model, devices, engine=engine_for(model), **axes)) as master,
+        closing(Master(model, devices, engine=engines_for(model)[0], **axes)) as master,
     ):
         files = [model]
         with suppress(BuildError, OSError):  # workers say what is wrong with it
@@ -100,9 +98,7 @@ def run(
                 text = f"{place} is the file of {name} ({path}), expected another one"
                 raise InvalidInputError(f"--output: {text}")
         workers = [worker.device for worker in master.statistics().workers]
-        runtimes = {
-            f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES
-        }
+        runtimes = {f"{p.name} {p.version}" for p in metadata.distributions() if p.name in PACKAGES}
         depends_on = {
             "model": stamps(files),
             "input": [file.stamp],

@@ -45,7 +45,7 @@ from mcinfer.protocol import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
-MAX_DEATHS = 2  # processes that may die in a first build, or in a row in wide runs
+MAX_FIRST_DEATHS = 2  # of a worker's processes, before one has the model
 
 LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
@@ -268,6 +268,24 @@ class Worker:
         """It is being killed. Messages that it sent before may come until its death is reported."""
         self.stop = Stop.KILLED
         self.last_error = reason
+
+    def plan_restart(self, death: str, now: float) -> None:
+        """Choose when to start it again after a death of its own; `death`, in words.
+
+        Never, if that was the last try of its first start, which has failed by then.
+        """
+        if self.start.succeeded and self.answers:
+            # It loads and runs the model. Another worker that cannot, keeps its back-off.
+            self.budget.renew()
+            self.restart_at = now
+        elif self.start.succeeded:
+            self.restart_at = self.budget.next_start(now)
+        elif self.start.failure is None:  # else it was reported
+            self.start.deaths.append(death)
+            if len(self.start.deaths) < MAX_FIRST_DEATHS:
+                self.restart_at = now
+            else:
+                self.start.failure = "; ".join(self.start.deaths)
 
     @property
     def name(self) -> str:
@@ -525,7 +543,7 @@ class Lifecycle:
         self._sink.ask_for_stacks(w.index)
 
     def note_end(self, w: Worker, how: str, now: float) -> str:
-        """A worker's process is gone: plan its restart; return its end in words."""
+        """A worker's process is gone: note it, and plan the next; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.is_killed or w.state is WorkerState.EXITING else ""
         planned, w.is_planned = w.is_planned, False  # also if it had to be killed at the end
@@ -544,18 +562,7 @@ class Lifecycle:
             w.restart_at = now + (w.budget.probe_delay if w.budget.spent else 0.0)
             return story
         w.last_error = f"{story} after: {cause}" if cause else story
-        if w.start.succeeded and w.answers:
-            # It loads and runs the model. Another worker that cannot, keeps its back-off.
-            w.budget.renew()
-            w.restart_at = now
-        elif w.start.succeeded:
-            w.restart_at = w.budget.next_start(now)
-        elif w.start.failure is None:  # else it was reported
-            w.start.deaths.append(f"{story} while {before}")
-            if len(w.start.deaths) < MAX_DEATHS:
-                w.restart_at = now
-            else:
-                w.start.failure = "; ".join(w.start.deaths)
+        w.plan_restart(f"{story} while {before}", now)
         return story
 
     # Replacing.

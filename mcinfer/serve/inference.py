@@ -14,6 +14,7 @@ from mcinfer.errors import (
     ClosedError,
     InvalidInputError,
     McinferError,
+    MemoryFullError,
     PredictTimeoutError,
     QueueFullError,
     WorkerDiedError,
@@ -211,7 +212,8 @@ def _by_name(
 # Errors.
 
 _ANSWERS: dict[type[McinferError], tuple[int, str]] = {
-    QueueFullError: (503, "the queue, or the memory for tensors, is full"),
+    MemoryFullError: (503, "the memory for tensors is full"),
+    QueueFullError: (503, "the queue is full"),
     ClosedError: (503, "the model is not served any more"),
     PredictTimeoutError: (504, "no answer came in time"),
     WorkerDiedError: (500, "the request has ended its workers"),
