@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from onnx import TensorProto, helper
 
 from mcinfer.cli import batch, main
 from mcinfer.cli.batch import Requests, plan_requests
+from mcinfer.master import Master
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 from tests.command_line import (
@@ -278,10 +280,16 @@ def test_results_are_kept_after_a_failure_and_for_the_same_work_alone(
     assert line.endswith("; 4 of 6 rows are kept; run the same command again to resume")
     assert partial.stat().st_mode & 0o777 == 0o600
     half.touch()
-    status, err = case.end(half, HALF, "--batch", "2")
-    assert (status, err.splitlines()[0]) == (1, RESUMED)
+    for devices in ("inline", "cpu:0,cpu:1"):
+        status, err = case.end(half, HALF, "--batch", "2", "--devices", devices)
+        assert (status, err.splitlines()[0]) == (1, RESUMED)
     line = case.fail(half, HALF, "--batch", "3")
     assert f"--output: {partial} holds the results of other work, with another --batch;" in line
+    begun = partial.read_bytes()
+    partial.write_bytes(begun.replace(b'["cpu"]', b'["gpu"]'))
+    line = case.fail(half, HALF, "--batch", "2")
+    assert "of other work, with another kind of --devices; --restart" in line
+    partial.write_bytes(begun)
     good: Arrays = {"i": np.array([0, 1, 2, 0, 2, 1])}
     line = case.fail(half, good, "--batch", "2")
     assert "of other work, with another input; --restart" in line
@@ -291,6 +299,22 @@ def test_results_are_kept_after_a_failure_and_for_the_same_work_alone(
     assert not case.output.exists()
     assert case.run(half, good, "--batch", "2", "--restart") == ""
     assert files(case.folder) == ["gather.onnx", "in.npz", "out.npz"]
+
+
+def test_resumed_run_has_work_for_all_its_workers(
+    half: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.array([0, 1, 2, 0, 99, *range(3), *range(3)])
+    case.fail(half, {"i": rows}, "--batch", "1")
+    together, predict = Barrier(3), Master.predict
+
+    def wait(master: Master, *args: Any, **named: Any) -> Any:
+        together.wait(20.0)  # fails unless so many are under way
+        return predict(master, *args, **named)
+
+    monkeypatch.setattr(Master, "predict", wait)
+    status, err = case.end(half, {"i": rows}, "--batch", "1", "--devices", "2")
+    assert (status, err.splitlines()[0]) == (1, "mcinfer: resuming at row 4 of 11")
 
 
 # Requests, by shapes alone.

@@ -7,8 +7,8 @@
 
 A file is cut along axes that the user or the model says and a request has shown; else the file's first rows
 run before the rest, whole and in pieces (`Master.learn`). A file of one request, and one whose batch nothing
-shows, run whole. A file is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. Two
-requests are under way, so that workers do not wait while rows are read or written.
+shows, run whole. A file is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. One
+request more is under way than all workers need, so that they do not wait while rows are read or written.
 """
 
 import logging
@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from math import prod
+from math import ceil, prod
 from time import monotonic
 from typing import Any
 
@@ -38,7 +38,6 @@ _REQUEST_BYTES = 64 << 20
 _WORKER_ROWS = 64
 """Rows of a request for each worker at most: the memory of a row's activations is not known."""
 
-_UNDER_WAY = 2
 _SAVE_SECONDS = 1.0
 """A killed process loses the work of this time at most; each save waits for the disk."""
 
@@ -252,18 +251,20 @@ def answer_all(
         return master.predict(inputs, timeout=timeout, shards=requests.shards)
 
     answers: deque[Future[dict[str, NDArray[Any]]]] = deque()
+    # A run that is resumed has as many shards as before, and may have other workers.
+    under_way = 1 + ceil(len(master.statistics().workers) / requests.shards)
     begun, before, due = monotonic(), requests.rows(results.done), 0.0
     total = max(1, requests.rows(requests.count))
     with (
         # One request teaches the master; of several, what contradicts the split is an error.
         silent_about_splits() if requests.count > 1 else nullcontext(),
         showing_work("running", total, "rows") as work,
-        ThreadPoolExecutor(_UNDER_WAY) as threads,
+        ThreadPoolExecutor(under_way) as threads,
     ):
         try:
             work.show(before)
             while results.done < requests.count:
-                while len(answers) < min(_UNDER_WAY, requests.count - results.done):
+                while len(answers) < min(under_way, requests.count - results.done):
                     file.let_go()
                     answers.append(threads.submit(predict, results.done + len(answers)))
                 results.add(answers.popleft().result())

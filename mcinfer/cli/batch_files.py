@@ -40,7 +40,7 @@ from mcinfer.requests.tensors import as_input, difference
 from mcinfer.sharding import Axes, JoinError
 from mcinfer.specs import ModelSpec
 
-_FORMAT = 6
+_FORMAT = 7
 """Format of the partial results; one more when it changes."""
 
 _HEAD = struct.Struct("<QQ")

@@ -59,7 +59,7 @@ def run(
         parsed(
             "SECONDS",
             parse_timeout,
-            "Time limit of a request; two run at once. 600 if not given.",
+            "Time limit of a request; a few run at once. 600 if not given.",
         ),
     ] = None,
     restart: Annotated[
@@ -99,12 +99,12 @@ def run(
                 raise InvalidInputError(f"--output: {text}")
         workers = [worker.device for worker in master.statistics().workers]
         runtimes = {f"{p.name} {p.version}" for p in metadata.distributions() if p.name in PACKAGES}
-        depends_on = {
+        kinds = {"cpu" if w == "inline" else w.partition(":")[0] for w in workers}
+        depends_on = {  # all that the values depend on
             "model": stamps(files),
             "input": [file.stamp],
-            # Without --devices a run is resumed in as many shards, also if there are fewer cores by then.
-            "--devices": workers if devices is not None else None,
-            "--batch": batch,
+            "kind of --devices": sorted(kinds),
+            "--batch": batch,  # a runtime chooses kernels by the size of a batch
             "--batch-axis": axes["batch_axes"],
             "--output-axis": axes["output_axes"],
             "version": [__version__, *sorted(runtimes)],

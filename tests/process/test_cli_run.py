@@ -96,7 +96,9 @@ def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Pr
 
 
 @pytest.mark.thorough
-def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_on_other_devices_with_the_same_result(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
     ended, terminal = on_terminal(
         *arguments(slow, rows, whole), env={"TERM": "xterm", "COLUMNS": "120"}
@@ -116,7 +118,7 @@ def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_pat
     killed_at = done(target)
     assert 1 <= killed_at < COUNT
 
-    with in_the_middle(words, target, killed_at + 1) as program:
+    with in_the_middle([*words, "--devices", "2"], target, killed_at + 1) as program:
         program.interrupt()
         ended = program.wait()
     assert (ended.status, ended.out) == (130, "")
@@ -130,7 +132,7 @@ def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_pat
     ]
     assert not target.exists()
 
-    ended = run(*words)
+    ended = run(*words, "--devices", "inline")
     assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
     assert ended.err == f"mcinfer: resuming at row {interrupted_at * STEP} of {ROWS}\n"
     assert target.read_bytes() == whole.read_bytes()
