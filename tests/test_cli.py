@@ -110,6 +110,20 @@ BENCH, TUNE, SLICE = (["bench", "m.onnx"], ["tune", "m.onnx"], ["slice", __file_
         ([*RUN, "--timeout", "-1"], "'--timeout': got '-1', expected seconds, 0 or more"),
         ([*RUN, "--batch-axis", "x=some"], "expected a name and an axis, such as x=0 or x=none"),
         ([*RUN, *["--output-axis", "y=0"] * 2], "--output-axis: got ['y', 'y'], expected each"),
+        (
+            [*RUN, "--scale", "1/0"],
+            "'--scale': got '1/0', expected a number or a fraction other than",
+        ),
+        ([*RUN, "--scale", "x=nan"], "'--scale': got 'x=nan', expected a number or a fraction"),
+        (
+            [*RUN, "--layout", "nhwc"],
+            "'--layout': got 'nhwc', expected the axes in the file and in",
+        ),
+        ([*RUN, "--layout", "nhh:hhn"], "'--layout': got 'nhh:hhn', expected the axes in the file"),
+        (
+            [*RUN, "--cast", "x="],
+            "'--cast': got 'x=', expected a type, such as float32 or x=float32",
+        ),
         ([*SLICE, "--output", "o"], "--tensor, --pipeline: expected 2 or more for one of them"),
         ([*SLICE, "--tensor", "0", "--output", "o"], "Invalid value for '--tensor'"),
         ([*SLICE, "--tensor", "2"], "Missing option '--output'"),

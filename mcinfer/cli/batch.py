@@ -25,7 +25,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.cli.batch_files import InputFile, PartialResults
+from mcinfer.cli.batch_files import InputArray, InputFile, PartialResults
 from mcinfer.cli.progress import megabytes, say, showing_work
 from mcinfer.errors import InvalidInputError, McinferError, PredictError
 from mcinfer.master import Master
@@ -44,7 +44,7 @@ _SAVE_SECONDS = 1.0
 _ADVICE = "--batch-axis and --output-axis say what to split and join"
 _RESUME = "run the same command again to resume"
 
-_Arrays = Mapping[str, NDArray[Any]]
+_Arrays = Mapping[str, InputArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Requests:
         return min(requests * self.step, self.units) * self.unit_rows
 
     def inputs(self, arrays: _Arrays, number: int) -> dict[str, NDArray[Any]]:
-        """The inputs of a request: views."""
+        """The inputs of a request: views, or converted."""
         units = range(number * self.step, (number + 1) * self.step + 1, self.step)
         return {
             name: _cut(arrays[name], axis, *(at * self.sizes.get(name, 1) for at in units))
@@ -87,8 +87,8 @@ class Requests:
         }
 
 
-def _cut(array: NDArray[Any], axis: int | None, start: int, stop: int) -> NDArray[Any]:
-    return array if axis is None else array[(*(slice(None),) * axis, slice(start, stop))]
+def _cut(array: InputArray, axis: int | None, start: int, stop: int) -> NDArray[Any]:
+    return array[...] if axis is None else array[(*(slice(None),) * axis, slice(start, stop))]
 
 
 def plan_requests(
