@@ -211,7 +211,7 @@ def results(
     """One run, which saves its results at its end."""
     making = PartialResults(target, work, ending=target.suffix, restart=restart)
     with closing(making):
-        making.begin({}, outputs)
+        making.begin({"outputs": outputs})
         yield making
         if not target.exists() and making.done:
             making.save()

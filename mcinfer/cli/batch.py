@@ -115,16 +115,14 @@ def plan_requests(
     if fixed:
         units, unit_rows = len(plan.rows), next(iter(fixed.values()))
     input_bytes = total_bytes = sum(arrays[name].nbytes for name in cut)
-    for spec, join in zip(model.outputs, plan.outputs, strict=True):
-        if (
-            join.axis is not None
-        ):  # an output of unknown shape is taken to be as large as the inputs
+    joins = [*zip(model.outputs, plan.outputs, strict=True)]
+    for spec, join in joins:
+        if join.axis is not None:  # one of unknown shape is taken to be as large as the inputs
             known = join.shape is not None
             total_bytes += prod(join.shape or ()) * spec.dtype.itemsize if known else input_bytes
     unit_bytes = max(1, total_bytes // max(1, units))
     for_each = max(1, min(_REQUEST_BYTES // unit_bytes // workers, _WORKER_ROWS // unit_rows))
     step = max(1, min(rows // unit_rows if rows else for_each * workers, units))
-    joins = zip(model.outputs, plan.outputs, strict=True)
     return Requests(
         axes=axes,
         sizes={name: fixed.get(name, 1) for name in cut},

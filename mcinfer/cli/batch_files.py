@@ -414,13 +414,13 @@ class PartialResults:
     def _damage(self, what: Exception) -> McinferError:
         return McinferError(f"--output: {self.path} is damaged ({what}); --restart discards it")
 
-    def begin(self, plan: Mapping[str, Any], outputs: Axes) -> None:
-        """Begin, or go on where the last run ended.
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Begin, or go on where the last run ended; the `plan` is kept for a run that resumes this one.
 
-        `outputs` has, in the model's order, the axis along which the answers follow one another; None: they
-        are all the same, and one is kept. `plan` is kept as it is for a run that resumes this one.
+        Its ``"outputs"`` have, in the model's order, the axis along which the answers follow one another;
+        None: they are all the same, and one is kept.
         """
-        self._outputs = outputs
+        self._outputs = plan["outputs"]
         if self.plan is None:
             self.plan = plan
             content = json.dumps({"work": self._work, "plan": plan}).encode()

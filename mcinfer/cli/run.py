@@ -160,7 +160,7 @@ def run(
                 requests = batches.Requests(**results.plan)
                 done, total = requests.rows(results.done), requests.rows(requests.count)
                 say(f"resuming at row {done} of {total}")
-            results.begin(asdict(requests), requests.outputs)
+            results.begin(asdict(requests))
             with batches.keeping(results, requests):
                 batches.answer_all(master, file, arrays, requests, results, timeout)
             reads = {"input": [source]}
