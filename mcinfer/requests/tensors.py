@@ -171,11 +171,10 @@ def device_of(value: object, spec: TensorSpec) -> Device | None:
 
 def check_range(array: NDArray[Any], spec: TensorSpec, role: str = "input") -> None:
     """Raise `InvalidInputError` for integers that the input's type, if it is of integers, cannot hold."""
-    element_type = spec.element_type
-    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
+    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in spec.element_type:
         return
-    values = 1 << ELEMENT_TYPES[element_type].bits
-    least = 0 if element_type.startswith("u") else -values // 2
+    values = 1 << ELEMENT_TYPES[spec.element_type].bits
+    least = 0 if spec.element_type.startswith("u") else -values // 2
     low, high, most = int(array.min()), int(array.max()), least + values - 1
     if low < least or high > most:
         raise InvalidInputError(
