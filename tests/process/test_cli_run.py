@@ -100,15 +100,16 @@ def test_killed_run_resumes_on_other_devices_with_the_same_result(
     slow: Path, rows: Path, tmp_path: Path
 ) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
+    scale = ("--scale", "1/3")
     ended, terminal = on_terminal(
-        *arguments(slow, rows, whole), env={"TERM": "xterm", "COLUMNS": "120"}
+        *arguments(slow, rows, whole), *scale, env={"TERM": "xterm", "COLUMNS": "120"}
     )
     assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal)
     assert re.search(rf"\d+ of {ROWS} rows \d:\d\d:\d\d left \(\d+\.\d rows/s\)", plain), plain
     assert terminal.endswith("\x1b[2K")  # the line is wiped
 
-    words = arguments(slow, rows, target)
+    words = [*arguments(slow, rows, target), *scale]
     with in_the_middle(words, target) as program:
         workers = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
         program.send_signal(signal.SIGKILL)
