@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -97,6 +97,7 @@ def test_part_is_transposed_cast_and_then_multiplied_in_the_models_type(
     place: Any,
     seed: int,
 ) -> None:
+    assume(dtype != "int32" or "f" not in stored)
     path = tmp_path_factory.getbasetemp() / "converted.npy"
     np.save(path, np.random.default_rng(seed).integers(0, 99, (5, 4, 3, 2)).astype(stored))
     target = numpy_dtype(dtype)

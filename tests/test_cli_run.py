@@ -289,7 +289,7 @@ def test_conversions_are_for_the_inputs_that_they_name_or_fit(case: Case) -> Non
         (("--cast", "z=float16"), "--cast: got z=float16, expected an input of this type"),
         (
             ("--cast", "ids=float16"),
-            "of this type, and numbers for it: there is x: float16[batch, 4], ids: ",
+            "numbers for it (for integers, integers): there is x: float16[batch, 4], ids: ",
         ),
         (
             ("--cast", "float16", "--scale", "ids=2"),
@@ -314,8 +314,11 @@ def test_conversion_that_does_not_fit_is_refused(
 
 def test_integers_that_the_type_cannot_hold_are_refused(case: Case) -> None:
     inputs: Arrays = {"x": np.ones((3, 4)), "ids": np.full((3, 4), 2**63, np.uint64)}
-    line = case.fail(TOKENS, inputs, "--cast", "float16", "--cast", "ids=int64")
+    words = ("--cast", "float16", "--cast", "ids=int64")
+    line = case.fail(TOKENS, inputs, *words)
     assert "input 'ids' has values from 9223372036854775808 to" in line
+    line = case.fail(TOKENS, {**inputs, "ids": np.ones((3, 4))}, *words)
+    assert "--cast: got ids=int64, expected an input of this type" in line
 
 
 # Columns.

@@ -168,8 +168,10 @@ _FITS: Mapping[str, tuple[Callable[[Any, TensorSpec, _Array], bool], str]] = {
         "an array with so many axes",
     ),
     "--cast": (
-        lambda said, spec, array: said == spec.element_type and array.dtype.kind in "biuf",
-        "an input of this type, and numbers for it",
+        lambda said, spec, array: (
+            said == spec.element_type and array.dtype.kind in ("biu" if "int" in said else "biuf")
+        ),
+        "an input of this type, and numbers for it (for integers, integers)",
     ),
     "--scale": (lambda _, spec, _array: "float" in spec.element_type, "an input of floats"),
 }
