@@ -22,8 +22,8 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
@@ -41,8 +41,6 @@ from mcinfer.errors import (
     PredictError,
     PredictTimeoutError,
     QueueFullError,
-    ReadyTimeoutError,
-    WorkerDiedError,
     is_refusal,
 )
 from mcinfer.machine import check_tasks
@@ -57,7 +55,7 @@ from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
 from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardQueue
-from mcinfer.scheduler.workers import IN_COMMON, PoolRules
+from mcinfer.scheduler.workers import PoolRules
 from mcinfer.specs import ModelSpec
 from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
 
@@ -144,11 +142,10 @@ class InlinePool(Doors):
         self.line: deque[Job] = deque()
         self._batch_sizes = Tally(ROW_BOUNDS)
         self._usual = 0.0  # seconds of a run; 0 before the first
-        self._restarts = self._runs = self._completed = self._failed = 0
+        self._runs = self._completed = self._failed = 0
         self._busy_seconds = 0.0
         self._last_error = ""
-        self._built: BuildFinish | None = None
-        self._replacing = 0
+        self._providers: tuple[str, ...] = ()
         self._waiting = 0  # callers, for the end of a run
 
     @property
@@ -179,7 +176,9 @@ class InlinePool(Doors):
             if self.closing:
                 engine.close()
                 raise ClosedError("the master was closed while it was starting")
-            self._open_lanes(engine, built)
+            count = self._most_lanes if type(engine).twin is not Engine.twin else 1
+            self._lanes = [*map(_Lane, (*[engine.twin() for _ in range(1, count)], engine))]
+            self._providers = built.providers
             atexit.register(self.close)
             self.opened = True
             try:
@@ -213,12 +212,6 @@ class InlinePool(Doors):
     def _show(self, text: str) -> None:
         if text or self._delivers:
             self.deliver(partial(self._delivery.show, text))
-
-    def _open_lanes(self, engine: Engine, built: BuildFinish) -> None:
-        count = self._most_lanes if type(engine).twin is not Engine.twin else 1
-        twins = [engine.twin() for _ in range(1, count)]
-        self._lanes = [*map(_Lane, (*twins, engine))]
-        self._built = built
 
     def planner(self, model: ModelSpec, built: BuildFinish) -> InlineAnswers:
         """What answers the requests of this model, which `start` has loaded."""
@@ -334,7 +327,7 @@ class InlinePool(Doors):
 
     def _next_lane(self) -> _Lane | None:
         for lane in self._lanes:
-            if not lane.jobs and not self._replacing:
+            if not lane.jobs:
                 return lane
         return None
 
@@ -663,48 +656,6 @@ class InlinePool(Doors):
         found: Any = state
         return Health(state=found, reasons=tuple(reasons), serving=serving, workers=1)
 
-    def restart_workers(self, timeout: float) -> None:
-        """Open the model anew, and go over to it once no run is under way."""
-        end = monotonic() + timeout
-        try:
-            engine, built = self._load()
-        except (McinferError, OSError) as exc:
-            raise WorkerDiedError(f"{INLINE}: {exc}") from exc
-        try:
-            if any(getattr(built, name) != getattr(self._built, name) for name in IN_COMMON):
-                raise WorkerDiedError(
-                    f"{INLINE}: its model's content, inputs, outputs or weights are not those of before"
-                )
-            with self.no_run(), self._lock:
-                self._leave_lane()
-                while any(lane.jobs for lane in self._lanes):
-                    left = end - monotonic()
-                    if left <= 0:
-                        raise ReadyTimeoutError(
-                            f"not all workers were replaced within {timeout:g} s"
-                        )
-                    self._wait(left)
-                self.check_open()
-                for lane in self._lanes:
-                    lane.engine.close()
-                self._open_lanes(engine, built)
-                self._restarts += 1
-        except BaseException:
-            engine.close()
-            raise
-
-    @contextmanager
-    def no_run(self) -> Iterator[None]:
-        """No run begins meanwhile."""
-        with self._lock:
-            self._replacing += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._replacing -= 1
-                self._work.notify_all()
-
     def statistics(self, weights_version: int) -> Statistics:
         self.check_process()
         with self._lock:
@@ -717,12 +668,12 @@ class InlinePool(Doors):
                 pid=self.pid,
                 state=state,
                 concurrent=max(1, len(self._lanes)),
-                restarts=self._restarts,
+                restarts=0,
                 runs=self._runs,
                 completed=self._completed,
                 failed=self._failed,
                 busy_seconds=self._busy_seconds,
-                providers=() if self._built is None else self._built.providers,
+                providers=self._providers,
                 last_error=self._last_error,
             )
             return Statistics(

@@ -381,11 +381,14 @@ class Master:
             ReadyTimeoutError: Not all were replaced in time. The current replacement continues; the
                 remaining workers stay as they are.
             WorkerDiedError: A new process could not load the model within its budget of starts. It is
-                started again at the longest back-off; the others, and inline sessions, stay as they are.
+                started again at the longest back-off; the others stay as they are.
+            InvalidInputError: The model runs in this process.
             ClosedError: The master is closed, or was not started.
         """
         self._ready()
-        self._supervision.restart_workers(
+        if not isinstance(self._loop, Loop):
+            raise InvalidInputError("devices: got 'inline', expected workers to restart")
+        self._loop.supervision.restart_workers(
             self._patience("restart_workers", timeout, len(self._plan.groups))
         )
 

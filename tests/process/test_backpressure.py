@@ -20,7 +20,7 @@ from mcinfer.inline import InlinePool
 from mcinfer.statistics import RequestTrace
 from tests.process.models import FakeModel, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import in_line, pids, running, stop, wait_until
+from tests.process.waiting import in_line, no_run, pids, running, stop, wait_until
 
 ONE = Limits(queue=1, when_queue_full="wait")
 
@@ -33,7 +33,7 @@ CALLER: ContextVar[str] = ContextVar("CALLER", default="main")
 def stopped(master: Master) -> Iterator[None]:
     """Its only worker stands still meanwhile, and what it was given with it."""
     if isinstance(master._loop, InlinePool):
-        with master._loop.no_run():
+        with no_run(master._loop):
             yield
         return
     [pid] = pids(master)

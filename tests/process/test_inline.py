@@ -26,7 +26,6 @@ from mcinfer import (
     PredictError,
     PredictTimeoutError,
     Timeouts,
-    WorkerDiedError,
     inline,
 )
 from mcinfer.requests import direct
@@ -43,7 +42,7 @@ from tests.process.models import (
     rows,
 )
 from tests.process.scripts import PREAMBLE, Program
-from tests.process.waiting import HeldPipe, wait_for_states, wait_until
+from tests.process.waiting import HeldPipe, no_run, wait_for_states, wait_until
 from tests.text_models import text_model
 
 HANGS, FAILS = -1.0, -2.0
@@ -130,14 +129,9 @@ def test_run_that_is_late_or_cancelled_is_ended_and_its_session_kept(master: Mas
     assert (worker.state, worker.restarts) == ("ready", 0)
 
 
-def test_sessions_are_replaced_under_traffic_and_draining_answers_all(
-    fake_model: FakeModel,
-) -> None:
+def test_draining_answers_all(fake_model: FakeModel) -> None:
     pool = fake_master(fake_model(run="sleep:0.01"), INLINE).start()
-    futures = [pool.submit(rows(1, first=i)) for i in range(10)]
-    pool.restart_workers(timeout=20.0)
-    futures += [pool.submit(rows(1, first=i)) for i in range(10, 20)]
-    assert pool.statistics().workers[0].restarts == 1
+    futures = [pool.submit(rows(1, first=i)) for i in range(20)]
     pool.close(drain=True)
     for i, future in enumerate(futures):
         assert_answers(future.result(0.0), rows(1, first=i))
@@ -183,8 +177,6 @@ def test_prepared_weights_are_mapped_while_it_is_open(
     with Master(path, INLINE, options=EngineOptions(prepare="always")) as master:
         assert_as_plain(master, path, rows(3))
         assert is_mapped()
-        master.restart_workers()
-        assert_as_plain(master, path, rows(3))
     assert not is_mapped()
 
 
@@ -278,13 +270,9 @@ def test_draining_ends_once_the_last_request_is_cancelled(fake_model: FakeModel)
         assert not closer.is_alive()
 
 
-def test_session_is_not_replaced_by_that_of_another_model(fake_model: FakeModel) -> None:
-    model = fake_model()
-    with fake_master(model, INLINE) as master:
-        model.write_bytes(fake_model(run="fail").read_bytes())
-        with pytest.raises(WorkerDiedError, match="not those of before"):
-            master.restart_workers(timeout=20.0)
-        assert_answers(master.predict(rows(1)), rows(1))
+def test_there_is_no_worker_to_restart(master: Master) -> None:
+    with pytest.raises(InvalidInputError, match="expected workers"):
+        master.restart_workers()
 
 
 def test_exception_from_outside_costs_no_request_and_no_thread(
@@ -320,7 +308,7 @@ def test_threads_rest_once_a_request_that_waited_for_company_is_gone(
     with fake_master(fake_model(), INLINE, max_batch_size=8) as master:
         pool = master._loop
         assert isinstance(pool, inline.InlinePool)
-        with pool.no_run():  # at its end the threads look
+        with no_run(pool):  # at its end the threads look
             pool._joining.due = time.monotonic()
         before = time.process_time()
         until = time.monotonic() + 0.5

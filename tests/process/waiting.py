@@ -59,6 +59,19 @@ def in_line(master: Master) -> int:
     return len(loop_of(master).admission.places.waiting)
 
 
+@contextmanager
+def no_run(pool: InlinePool) -> Iterator[None]:
+    """No run of an inline pool begins meanwhile; at the end its threads look for one."""
+    with pool._lock:
+        lanes, pool._lanes = pool._lanes, []
+    try:
+        yield
+    finally:
+        with pool._lock:
+            pool._lanes = lanes
+            pool._work.notify_all()
+
+
 def loop_of(master: Master) -> Loop:
     """The loop of a master with workers."""
     assert isinstance(master._loop, Loop)
