@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ref
 
 from mcinfer.config import INLINE, Device, EngineOptions, PoolPlan
@@ -126,7 +126,6 @@ class InlinePool(Doors):
         self._own: set[int] = set()  # the threads of the pool that make callbacks
         self._calls: deque[Callable[[], object]] = deque()
         self._may_call, self._calling = threading.Lock(), 0  # the thread that makes them
-        self.failure: McinferError | None = None
         self.model: ModelInMemory | None = None
         self._close_at = self._end_at = math.inf  # of draining, of closing
         self._threads: list[threading.Thread] = []
@@ -156,10 +155,6 @@ class InlinePool(Doors):
     supervision = inbox
 
     # Life.
-
-    def refuse_start(self, failure: McinferError) -> NoReturn:
-        self.failure, self.finished = failure, True
-        raise failure
 
     def start(self) -> BuildFinish:
         """Load the model, and return its description; raises as `Loop.start`."""
@@ -623,17 +618,6 @@ class InlinePool(Doors):
                 self._delivery.start()
 
     # How it is.
-
-    @property
-    def state(self) -> str:
-        """The state in words."""
-        if self.is_forked:
-            return f"of process {self.pid}"
-        if self.finished:
-            return "closed" if self.failure is None else "failed"
-        if self.start_claims:
-            return "not started"
-        return "closing" if self.closing else "ready" if self.opened else "starting"
 
     def _late(self) -> list[str]:
         now = monotonic()

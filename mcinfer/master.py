@@ -259,10 +259,10 @@ class Master:
         try:
             if missing:
                 reasons = say_once(f"worker {i}: {reason}" for i, reason in missing)
-                self._loop.refuse_start(BuildError(reasons))
+                self._inbox.refuse_start(BuildError(reasons))
             if self._in_memory is None and not os.path.lexists(self._path):
                 text = f"model: there is no file {self._path!r}"
-                self._loop.refuse_start(ModelNotFoundError(text))
+                self._inbox.refuse_start(ModelNotFoundError(text))
             built = self._loop.start()
             model = ModelSpec(inputs=specs_of(built.inputs), outputs=specs_of(built.outputs))
             self._description = ModelDescription(

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mcinfer.config import Device, Limits
 from mcinfer.errors import ClosedError, McinferError, PredictTimeoutError, QueueFullError
@@ -64,12 +64,14 @@ class Doors:
         opened: Whether there is what answers calls.
         closing: Whether it was asked to close.
         finished: Whether nothing is left, and nothing will be started.
+        failure: Why it could not be started, or has failed.
         table: The requests.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.start_claims = [True]
         self.opened = self.closing = self.finished = False
+        self.failure: McinferError | None = None
         self.table: RequestTable
         self._limits = limits
         self.pid = os.getpid()
@@ -79,6 +81,22 @@ class Doors:
         self.check_process()
         if not take(self.start_claims) or self.closing:
             raise ClosedError("a master can be started once; make a new one")
+
+    def refuse_start(self, failure: McinferError) -> NoReturn:
+        """Raise this failure, and report it from now on."""
+        self.failure, self.finished = failure, True
+        raise failure
+
+    @property
+    def state(self) -> str:
+        """The state in words; "ready" once there is what answers calls."""
+        if self.is_forked:
+            return f"of process {self.pid}"
+        if self.finished:
+            return "closed" if self.failure is None else "failed"
+        if self.start_claims:
+            return "not started"
+        return "closing" if self.closing else "ready" if self.opened else "starting"
 
     def check_open(self, *, for_request: bool = False) -> None:
         """Raise `ClosedError` unless calls are taken; `for_request`, `QueueFullError` if none has a place."""

@@ -111,12 +111,6 @@ class Loop:
 
     # Life, for any thread.
 
-    def refuse_start(self, failure: McinferError) -> None:
-        """Raise this failure, and report it from now on."""
-        self.supervision.failure = failure
-        self.inbox.finished = self.inbox.gone = True
-        raise failure
-
     def start(self) -> BuildFinish:
         """Start all workers, wait until they have the model, and return its description.
 
@@ -221,14 +215,10 @@ class Loop:
     @property
     def state(self) -> str:
         """The state in words, without asking the loop."""
-        if self.inbox.is_forked:
-            return f"of process {self.inbox.pid}"
-        if self.inbox.finished:
-            return "closed" if self.supervision.failure is None else "failed"
-        if self.inbox.start_claims:
-            return "not started"
-        if self.inbox.closing or not self.supervision.started.settled:
-            return "closing" if self.inbox.closing else "starting"
+        if self.inbox.state != "ready":
+            return self.inbox.state
+        if not self.supervision.started.settled:
+            return "starting"
         serving, workers = self.supervision.serving, len(self._scheduler.workers)
         return "ready" if serving == workers else f"{serving} of {workers} workers serve"
 
@@ -338,7 +328,7 @@ class Loop:
     def _collapse(self, exc: BaseException) -> None:
         """A fault of mcinfer: end all workers, fail all requests."""
         failure = ClosedError(f"the master failed: {exc!r}")
-        self.supervision.failure = failure
+        self.inbox.failure = failure
         self.inbox.finished = True
         self.admission.places.fail_all(failure)
         self._scheduler.table.give_up()

@@ -133,7 +133,6 @@ class Supervision:
         poll: What the loop waits with; set before the start.
         news: What orders have led to, to be reported.
         started: The first start.
-        failure: Why the pool could not be started, or has failed.
         serving: How many workers take requests.
         at_once: How many runs these execute at once.
         look_due: When to look at workers' memory, and at the blocks that they have made.
@@ -150,7 +149,6 @@ class Supervision:
         self.poll: select.epoll
         self.news: deque[Callable[[], object]] = deque()
         self.started = Outcome[BuildFinish]()
-        self.failure: McinferError | None = None
         self.serving = 0
         self.at_once = 0
         self._limits_growth = rules.restart.max_memory_bytes is not None
@@ -274,7 +272,7 @@ class Supervision:
             self._note_serving(self.scheduler.health(monotonic()))
             self.started.set(specs)
         else:
-            self.failure = error
+            self._inbox.failure = error
             self.news.append(lambda: self.scheduler.handle_close(monotonic()))
 
     def workers_restarted(self, error: McinferError | None) -> None:
@@ -428,8 +426,8 @@ class Supervision:
     def take_health(self) -> Health:
         """The scheduler's health, corrected by the state of the processes."""
         health = self.scheduler.health(monotonic())
-        if self.failure is not None:
-            return replace(health, state="failed", reasons=(str(self.failure),), serving=0)
+        if (failure := self._inbox.failure) is not None:
+            return replace(health, state="failed", reasons=(str(failure),), serving=0)
         if self._inbox.finished:
             return replace(health, state="closed", reasons=(), serving=0)
         standings = self._connections.standings()
@@ -509,4 +507,4 @@ class Supervision:
         if self._restarted is not None and not self._restarted.settled:
             self._restarted.settle(closed)
         if not self.started.settled:
-            self.started.settle(self.failure or closed)
+            self.started.settle(self._inbox.failure or closed)
