@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Any
@@ -55,7 +55,7 @@ from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
 from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardQueue
-from mcinfer.scheduler.workers import PoolRules
+from mcinfer.scheduler.workers import Counts, PoolRules
 from mcinfer.specs import ModelSpec
 from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
 
@@ -122,7 +122,6 @@ class InlinePool(Doors):
         self._keeper = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)  # a run, or the pool
         self._delivery = Delivery(f"{self._name} on {INLINE}")
-        self._delivers = False
         self._own: set[int] = set()  # the threads of the pool that make callbacks
         self._calls: deque[Callable[[], object]] = deque()
         self._may_call, self._calling = threading.Lock(), 0  # the thread that makes them
@@ -141,8 +140,7 @@ class InlinePool(Doors):
         self.line: deque[Job] = deque()
         self._batch_sizes = Tally(ROW_BOUNDS)
         self._usual = 0.0  # seconds of a run; 0 before the first
-        self._runs = self._completed = self._failed = 0
-        self._busy_seconds = 0.0
+        self._counts = Counts()
         self._last_error = ""
         self._providers: tuple[str, ...] = ()
         self._waiting = 0  # callers, for the end of a run
@@ -162,11 +160,12 @@ class InlinePool(Doors):
         try:
             # ONNX Runtime may wait without an end where it cannot start one (1.32).
             check_tasks(self._most_lanes + self._request.threads)
+            self._delivery.start()
             engine, built = self._load()
-        except OSError as exc:
-            self.refuse_start(BuildError(f"no pool can be opened: {exc}"))
         except McinferError as exc:
             self.refuse_start(exc)
+        except (OSError, RuntimeError) as exc:  # no descriptor, or no thread
+            self.refuse_start(BuildError(f"no pool can be opened: {exc}"))
         with self._lock:
             if self.closing:
                 engine.close()
@@ -191,7 +190,7 @@ class InlinePool(Doors):
         request = replace(self._request, content=readable_content(self._request))
 
         def report(state: Mapping[str, Any]) -> None:
-            self._show(preparing(self._name, state["written"], state["seconds"]))
+            self._delivery.show(preparing(self._name, state["written"], state["seconds"]))
 
         engine = open_engine(self._engine_name, request, report)
         try:
@@ -199,14 +198,10 @@ class InlinePool(Doors):
         except BaseException:
             engine.close()
             raise
-        self._show("")
+        self._delivery.show("")
         for note in facts["notes"]:
             _log.warning("%s on %s: %s", self._name, INLINE, note)
         return engine, BuildFinish(**facts, seconds=perf_counter() - began)
-
-    def _show(self, text: str) -> None:
-        if text or self._delivers:
-            self.deliver(partial(self._delivery.show, text))
 
     def planner(self, model: ModelSpec, built: BuildFinish) -> InlineAnswers:
         """What answers the requests of this model, which `start` has loaded."""
@@ -242,8 +237,7 @@ class InlinePool(Doors):
         for thread in () if self._lanes else self._threads:
             if thread is not threading.current_thread():
                 thread.join(_LAST_SECONDS)
-        if self._delivers:
-            self._delivery.wait(_LAST_SECONDS)
+        self._delivery.wait(_LAST_SECONDS)
 
     def abandon(self) -> None:
         """Close without waiting: for finalizers."""
@@ -506,11 +500,11 @@ class InlinePool(Doors):
                 if jobs[0].join is not None:
                     in_flight = self.table.in_flight
                     self._joining.learn(runs[0], len(jobs), seconds, in_flight, now)
-                self._runs += len(runs)
-                self._completed += len(jobs) if is_joined else len(runs)
-                self._busy_seconds += seconds
+                self._counts.runs += len(runs)
+                self._counts.completed += len(jobs) if is_joined else len(runs)
+                self._counts.busy_seconds += seconds
             elif not isinstance(error, RunCancelledError):
-                self._failed += len(jobs)
+                self._counts.failed += len(jobs)
                 self._last_error = str(error)
             for i, job in enumerate(jobs):
                 if error is None:
@@ -570,7 +564,6 @@ class InlinePool(Doors):
             hook = self._trace()
             if hook is not None and job.call.context is not None:
                 given = hook, job.call.context, entry, now, error, False
-                self._start_delivery()
                 self._delivery.trace(partial(call_trace_hook, *given))
 
     def cancel(self, outcome: Outcome[Any]) -> bool:
@@ -597,7 +590,6 @@ class InlinePool(Doors):
             return
         self._calls.append(call)
         if threading.get_ident() not in self._own:
-            self._start_delivery()
             self._delivery.put(self._make_calls)
 
     def _make_calls(self) -> None:
@@ -610,12 +602,6 @@ class InlinePool(Doors):
             finally:
                 self._calling = 0
                 self._may_call.release()
-
-    def _start_delivery(self) -> None:
-        with self._lock:
-            if not self._delivers:
-                self._delivers = True
-                self._delivery.start()
 
     # How it is.
 
@@ -652,13 +638,9 @@ class InlinePool(Doors):
                 pid=self.pid,
                 state=state,
                 concurrent=max(1, len(self._lanes)),
-                restarts=0,
-                runs=self._runs,
-                completed=self._completed,
-                failed=self._failed,
-                busy_seconds=self._busy_seconds,
                 providers=self._providers,
                 last_error=self._last_error,
+                **asdict(self._counts),
             )
             return Statistics(
                 **self.table.counts(),
