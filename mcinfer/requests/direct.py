@@ -14,16 +14,14 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.engines.base import Buffer, Engine, RunCancelledError
 from mcinfer.errors import PredictError, is_refusal
 from mcinfer.protocol import BuildFinish
-from mcinfer.requests.frames import Lease, make_frame
 from mcinfer.requests.inputs import InputReader
 from mcinfer.requests.request import NO_WEIGHTS, Call, Outcome, OutcomeFuture, Owner, pick
 from mcinfer.requests.splitting import SplitState
@@ -154,17 +152,9 @@ class InlineAnswers(InputReader):
     def allocate(
         self, shapes: Mapping[str, Sequence[int]], timeout: float, place: object = None
     ) -> Arrays:
-        """Arrays in ordinary memory, which are lent as those in shared memory are."""
+        """Arrays in ordinary memory, where runs read inputs anyway."""
         del timeout, place
-
-        def empty(spec: TensorSpec, shape: tuple[int, ...]) -> NDArray[Any]:
-            lease = Lease()
-            lease.frame = make_frame(_slots([prod(shape) * spec.dtype.itemsize])[0])
-            lease.__array_interface__ = lease.frame.interface
-            memory: Any = np.asarray(cast("Any", lease))
-            return np.ndarray(shape, spec.dtype, memory)
-
-        return self.empty_inputs(shapes, empty)
+        return self.empty_inputs(shapes, lambda spec, shape: np.empty(shape, spec.dtype))
 
     def close(self) -> None:
         """End the threads that copy, and free replaced weights."""
