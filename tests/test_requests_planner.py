@@ -484,15 +484,16 @@ def encoder_inputs(
     return {"x": np.zeros((rows, width), np.float32), "w": np.array(w), "t": t}
 
 
-def test_request_of_many_references_counts_as_more_rows(arena: Arena) -> None:
+def test_requests_of_so_many_references_that_their_run_fits_no_message_go_apart(
+    arena: Arena,
+) -> None:
     names = [f"{number:03}" for number in range(300)]
     wide = model({name: ("int8", ["batch"]) for name in names}, {"y": ("int8", ["batch"])})
-    for most, expected in ((8, 1), (100_000, range(40, 1000))):
+    for most, joins in ((8, True), (100_000, False)):
         planner = planner_of(wide, arena, most)
         inputs = dict.fromkeys(names, np.zeros(1, np.int8))
         request = request_of(planner, inputs, 1, known(wide), 0.0, joinable=True)
-        assert request.join is not None
-        assert request.join[1] in (expected if isinstance(expected, range) else (expected,))
+        assert (request.join is not None) is joins
 
 
 def test_values_of_the_batch_do_not_matter_nor_how_inputs_are_given(arena: Arena) -> None:

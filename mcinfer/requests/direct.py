@@ -11,24 +11,23 @@ It is in the place of `mcinfer.requests.planner`, without memory that others rea
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
-from mcinfer import sharding
 from mcinfer.engines.base import Buffer, Engine, RunCancelledError
 from mcinfer.errors import PredictError, is_refusal
 from mcinfer.protocol import BuildFinish
+from mcinfer.requests.frames import ShapePlan
 from mcinfer.requests.inputs import InputReader
 from mcinfer.requests.request import NO_WEIGHTS, Call, Outcome, OutcomeFuture, Owner, pick
 from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import Arrays, Copier, join_parts, split_rows
 from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.scheduler.dispatch import Entry
-from mcinfer.sharding import Cut, JoinError
+from mcinfer.sharding import JoinError
 from mcinfer.shm.arena import ALIGNMENT, Slot
 from mcinfer.specs import ModelSpec, TensorSpec, check_whole_bytes, specs_of
 
@@ -39,22 +38,6 @@ _MAX_PLANS = 256
 _NOT_ACCEPTED = Entry(-1, (), 0, 0.0, 0.0, 0.0)
 
 _shape = attrgetter("shape")
-
-
-@dataclass(slots=True)
-class DirectPlan:
-    """Requests of one set of shapes.
-
-    Attributes:
-        size: Bytes of the inputs, and of outputs of known shapes.
-        apart: Why they are not joined with others; empty if they may be.
-        alike: What those of them that may be joined have in common.
-    """
-
-    cut: Cut
-    size: int
-    apart: str
-    alike: tuple[object, ...]
 
 
 class Job(Outcome[Arrays]):
@@ -69,7 +52,7 @@ class Job(Outcome[Arrays]):
     __slots__ = ("answers", "arrays", "call", "entry", "here", "join", "lane", "plan", "weights")
 
     def __init__(
-        self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: DirectPlan
+        self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: ShapePlan
     ) -> None:
         super().__init__()
         self.answers = answers
@@ -114,7 +97,7 @@ class InlineAnswers(InputReader):
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(specs_of(built.weights), _slots, self._copier)
         self._outputs = tuple(spec.name for spec in model.outputs)
-        self._plans: dict[tuple[Any, ...], DirectPlan] = {}
+        self._plans: dict[tuple[Any, ...], ShapePlan] = {}
 
     def answer_call(self, call: Call) -> Arrays:
         """Answer a call; raises as `Planner.answer_call`."""
@@ -141,7 +124,7 @@ class InlineAnswers(InputReader):
         job = self._job(call, copies)
         if not job.settled:
             if self._max_rows > 1 and call.joins and call.split_state.splits:
-                job.join = self._join(job)
+                job.join = self._join(copies, job.plan, job.weights)
             try:
                 self.pool.enter(job, wait=wait)
             except BaseException:  # also Ctrl-C
@@ -181,30 +164,19 @@ class InlineAnswers(InputReader):
 
     def _new_plan(
         self, key: Any, shapes: tuple[Any, ...], pieces: int, state: SplitState | None
-    ) -> DirectPlan:
-        split = None if state is None else state.split
-        cut = sharding.cut_batch(self._model, shapes, pieces, split)
+    ) -> ShapePlan:
+        cut, apart, alike = self._cut(shapes, pieces, state)
         known = [
             (spec, join.shape)
             for spec, join in zip(self._model.outputs, cut.outputs, strict=True)
             if join.shape is not None
         ]
         sizes = [(s, shape) for s, shape in zip(self._model.inputs, shapes, strict=True)] + known
-        apart = ""
-        if self._max_rows > 1:
-            apart = self._why_apart(cut, is_checked=split is not None and split.checked)
         size = sum(prod(shape) * spec.dtype.itemsize for spec, shape in sizes)
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        plan = self._plans[key] = DirectPlan(cut, size, apart, self._alike(shapes, cut))
+        plan = self._plans[key] = ShapePlan(cut, size, apart, alike)
         return plan
-
-    def _join(self, job: Job) -> tuple[Any, int] | None:
-        if job.plan.apart:
-            self._note_apart(job.plan.apart)
-            return None
-        key = self._join_key(job.arrays, job.plan.cut, job.plan.alike, job.weights.number)
-        return None if key is None else (key, job.plan.cut.rows[0])
 
     # Runs.
 

@@ -132,20 +132,31 @@ class Side:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class ShapePlan:
     """What follows from the shapes of a request; the same for all requests that have them.
+
+    Attributes:
+        cut: Rows of each shard, and how inputs and outputs are cut and joined.
+        size: Bytes of all tensors of known shapes.
+        apart: Why its requests cannot join one run with others; empty if they can.
+        alike: What requests that may join one run have in common of their shapes: all sizes but the batch's.
+    """
+
+    cut: Cut
+    size: int
+    apart: str
+    alike: tuple[object, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Plan(ShapePlan):
+    """That, and where the tensors lie.
 
     Attributes:
         model: Whose requests they are.
         opened: Outputs that had another shape than the model declares, of all its plans: they are not laid
             out before the run.
-        cut: Rows of each shard, and how inputs and outputs are cut and joined.
-        size: Bytes of all tensors.
         cost: Estimated bytes of this process's memory for it and its idle frames.
-        apart: Why its requests cannot join one run with others; empty if they can.
-        alike: What requests that may join one run have in common of their shapes: all sizes but the batch's.
-        counts: For how many rows one of them counts in a joined run: more than it has, where it takes more of
-            the run's message.
         lays_all: Whether all outputs lie in their frame.
         simple_outputs: The outputs, if each is one array in its frame.
         answers: By what replies said, the number of the worker's own block with all outputs, and these there;
@@ -154,15 +165,10 @@ class Plan:
 
     model: ModelSpec
     opened: set[str]
-    cut: Cut
     shapes: tuple[tuple[int, ...], ...]
     inputs: Side
     outputs: Side
-    size: int
     cost: int
-    apart: str
-    alike: tuple[object, ...]
-    counts: int
     lays_all: bool
     simple_outputs: Views | None
     answers: dict[tuple[TensorRef, ...], tuple[int, Views]] | None

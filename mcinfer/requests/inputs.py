@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, is_refusal
-from mcinfer.requests.frames import is_leased
+from mcinfer.requests.frames import ShapePlan, is_leased
 from mcinfer.requests.request import Call, OutcomeFuture
+from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import Arrays, Inputs, as_input, device_of
+from mcinfer.requests.weights import WeightVersion
 from mcinfer.specs import STRING, ModelSpec, TensorSpec
 
 __tracebackhide__ = is_refusal
@@ -172,33 +174,44 @@ class InputReader:
 
     # Dynamic batching.
 
+    def _cut(
+        self, shapes: Sequence[sharding.Shape], pieces: int, state: SplitState | None
+    ) -> tuple[sharding.Cut, str, tuple[object, ...]]:
+        """How a request of these shapes is cut, and `apart` and `alike` of its plan."""
+        split = None if state is None else state.split
+        cut = sharding.cut_batch(self._model, shapes, pieces, split)
+        if self._max_rows == 1:
+            return cut, "", ()
+        apart = self._why_apart(cut, is_checked=split is not None and split.checked)
+        alike = tuple(
+            (axis, shape if axis is None else sharding.resized(shape, axis, -1))
+            for shape, axis in zip(shapes, cut.input_axes, strict=True)
+        )
+        return cut, apart, alike
+
+    def _why_apart(self, cut: sharding.Cut, *, is_checked: bool) -> str:
+        return self._ragged or sharding.why_apart(self._model, cut, checked=is_checked)
+
     def _note_apart(self, why: str) -> None:
         if not self.apart:
             self.apart = why
             _log.warning("requests are not joined to one run: %s", why)
 
-    def _why_apart(self, cut: sharding.Cut, *, is_checked: bool) -> str:
-        return self._ragged or sharding.why_apart(self._model, cut, checked=is_checked)
+    def _join(
+        self, arrays: Sequence[NDArray[Any]], plan: ShapePlan, weights: WeightVersion
+    ) -> tuple[Hashable, int] | None:
+        """The key of requests that one run can answer together, and this one's rows; None: it goes apart.
 
-    @staticmethod
-    def _alike(shapes: Sequence[sharding.Shape], cut: sharding.Cut) -> tuple[object, ...]:
-        """What requests that one run can answer together have in common of their shapes."""
-        return tuple(
-            (axis, shape if axis is None else sharding.resized(shape, axis, -1))
-            for shape, axis in zip(shapes, cut.input_axes, strict=True)
-        )
-
-    @staticmethod
-    def _join_key(
-        arrays: Sequence[NDArray[Any]], cut: sharding.Cut, alike: Hashable, weights: int
-    ) -> Hashable | None:
-        """The key of requests that one run can answer together; None for one that runs alone.
-
-        These requests agree in all sizes but the batch's, in the values of inputs that all rows share, and
-        in the version of the weights.
+        They agree in all sizes but the batch's, in the values of inputs that all rows share, and in the
+        version of the weights.
         """
+        cut = plan.cut
+        if plan.apart:
+            self._note_apart(plan.apart)
+        if plan.apart or cut.rows[0] >= self._max_rows:
+            return None
         common = [a for a, part in zip(arrays, cut.inputs, strict=True) if part.axis is None]
         if sum(array.nbytes for array in common) > _MAX_COMMON_BYTES:
             return None
         values = tuple(array.astype(array.dtype.newbyteorder("=")).tobytes() for array in common)
-        return alike, values, weights
+        return (plan.alike, values, weights.number), cut.rows[0]

@@ -15,11 +15,9 @@ short (`IdleFrames.release`). Any thread may call a planner: each access to shar
 the interpreter.
 """
 
-import logging
-import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
@@ -59,7 +57,7 @@ from mcinfer.requests.tensors import (
     lay_output,
     string_rows,
 )
-from mcinfer.requests.weights import WeightStore, WeightVersion
+from mcinfer.requests.weights import WeightStore
 from mcinfer.shm.arena import Arena, SharedBlock, Slot, align
 from mcinfer.specs import STRING, ModelSpec, TensorSpec, check_whole_bytes
 from mcinfer.statistics import CardStatistics
@@ -67,8 +65,6 @@ from mcinfer.statistics import CardStatistics
 __tracebackhide__ = is_refusal
 
 _shape = attrgetter("shape")
-
-_log = logging.getLogger("mcinfer.master")
 
 Allocate = Callable[[Sequence[int], float], list[Slot]]
 """Gets slots of so many bytes, within so many seconds: from the loop, which owns the memory."""
@@ -412,8 +408,7 @@ class Planner(InputReader):
         found: Collection[int] = (),
     ) -> Plan:
         """Lay out a request; `found` inputs lie elsewhere, and have no place in a frame."""
-        split = None if state is None else state.split
-        cut = sharding.cut_batch(self._model, shapes, pieces, split)
+        cut, apart, alike = self._cut(shapes, pieces, state)
         inputs = tuple(
             lay_input(spec, shape, part)
             for spec, shape, part in zip(self._model.inputs, shapes, cut.inputs, strict=True)
@@ -428,13 +423,6 @@ class Planner(InputReader):
         frames = 1 + (reads.idle.maxlen or 0) + (writes.idle.maxlen or 0)
         rows = zip(self._model.outputs, cut.outputs, writes.starts, strict=True)
         views = tuple((spec.name, join.shape or (), spec.dtype, at) for spec, join, at in rows)
-        alike: tuple[object, ...] = ()
-        apart, counts = "", self._max_rows
-        if self._max_rows > 1:
-            apart = self._why_apart(cut, is_checked=split is not None and split.checked)
-            if shards == 1:
-                counts = max(cut.rows[0], math.ceil(self._part(cut) * self._max_rows))
-                alike = self._alike(shapes, cut)
         plan = Plan(
             model=self._model,
             opened=self._opened,
@@ -446,7 +434,6 @@ class Planner(InputReader):
             cost=_REFERENCE_BYTES * frames * max(len(inputs), len(outputs)) * max(1, shards),
             apart=apart,
             alike=alike,
-            counts=counts,
             lays_all=None not in outputs,
             simple_outputs=views if writes.is_simple else None,
             answers={},
@@ -495,7 +482,10 @@ class Planner(InputReader):
         for spec in self._model.outputs:
             if spec.name in self._opened:
                 return f"the shape of output {spec.name!r} is not known before the run"
-        return super()._why_apart(cut, is_checked=is_checked)
+        apart = super()._why_apart(cut, is_checked=is_checked)
+        if not apart and self._part(cut) * self._max_rows > cut.rows[0]:
+            apart = "so many tensors of so many requests do not fit one message"
+        return apart
 
     def _part(self, cut: sharding.Cut) -> float:
         """How much of the message of a joined run a request takes."""
@@ -507,21 +497,6 @@ class Planner(InputReader):
             )
         )
         return part_of_joined(inputs, outputs)
-
-    def _join(
-        self,
-        arrays: Sequence[NDArray[Any]],
-        plan: Plan,
-        weights: WeightVersion,
-    ) -> tuple[Hashable, int] | None:
-        """The key of requests that one run can answer together, and what this one counts for."""
-        if plan.apart:
-            self._note_apart(plan.apart)
-            return None
-        if plan.counts >= self._max_rows:
-            return None
-        key = self._join_key(arrays, plan.cut, plan.alike, weights.number)
-        return None if key is None else (key, plan.counts)
 
     def _side(
         self, layouts: tuple[Layout | None, ...], laid: Sequence[Layout | None], shards: int

@@ -440,8 +440,8 @@ class Request(Outcome[Arrays]):
         size: Bytes of its inputs, and of its outputs of known shapes.
         waits: Whether it may wait for a place in the queue.
         may_be_wide: Whether it may have the whole CPU if it is alone: not in a check of how it splits.
-        join: The key that it shares with requests that may join one run with it, and its rows, or more
-            where it takes more of the run's message; None for one that runs alone.
+        join: The key that it shares with requests that may join one run with it, and its rows; None for one
+            that runs alone.
         blocks: Numbers of the blocks of its references.
         is_laid_out: Whether PREDICT gives the place of every output: then a reply may have no outputs.
         copies: Whether to copy its value to ordinary memory, since shared memory is short.

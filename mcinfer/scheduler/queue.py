@@ -75,8 +75,7 @@ class ShardQueue:
     ) -> None:
         """Put a shard behind those of its priority.
 
-        With a key, it may go together with others of this key; at `due` it goes, alone if need be. `rows` is
-        its weight: its rows, or more where so many of its kind would not fit one message.
+        With a key, it may go together with others of this key; at `due` it goes, alone if need be.
         """
         self._places += 1
         item = self.items[shard] = _Item(shard, priority, self._places, key, rows, due)

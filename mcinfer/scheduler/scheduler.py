@@ -155,8 +155,7 @@ class Scheduler:
             called: When these begin; None is `now`.
             size: Bytes of its tensors.
             priority: Higher ones go first.
-            join: For one shard that may be joined with others of the same key: the key, and its weight (see
-                `ShardQueue.add`).
+            join: For one shard that may be joined with others of the same key: the key, and its rows.
             limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
                 for a part of a request that was accepted.
             may_be_wide: Whether it may have the whole CPU if it is alone.
