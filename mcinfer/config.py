@@ -123,39 +123,30 @@ class CoreShare:
         shared: Whether another worker of the pool is pinned to one of these cores too.
         threads: Threads of one run, if a CPU quota allows fewer than there are cores; None is one per core.
         wide_cores: Those of all workers on the CPU, if more threads can run there; empty if not.
-        usable: The cores of which this is an equal share; empty if they were chosen, or lie beside a card.
     """
 
     cores: tuple[int, ...] = ()
     shared: bool = False
     threads: int | None = None
     wide_cores: tuple[int, ...] = ()
-    usable: tuple[int, ...] = ()
 
     def of_allowed(self, allowed: Collection[int]) -> "CoreShare":
-        """The share that a worker has if these cores are allowed: itself, if none of its pool's is missing.
+        """The share that a worker has if these cores are allowed: those of its cores that are.
 
-        An equal share becomes the same part of the cores that are allowed. Of others, those stay that are
-        allowed; without any, the worker is not pinned.
+        Without any, the worker is not pinned.
         """
-        if {*self.cores, *self.usable} <= {*allowed}:
+        if {*self.cores, *self.wide_cores} <= {*allowed}:
             return self
-        now, parts, shared = sorted(allowed), len(self.usable), self.shared
-        if parts:
-            first, last = self.usable.index(self.cores[0]), self.usable.index(self.cores[-1])
-            start, stop = (at * len(now) // parts for at in (first, last + 1))
-            cores = tuple(now[start : max(stop, start + 1)])
-            # It, or a share with a core less, has no whole core.
-            shared |= (last - first) * len(now) < parts
-        else:
-            cores = tuple(core for core in self.cores if core in allowed)
+        cores, wide = (
+            tuple(core for core in planned if core in allowed)
+            for planned in (self.cores, self.wide_cores)
+        )
         threads = self.threads if cores else self.threads or len(self.cores)
         return CoreShare(
             cores=cores,
-            shared=shared or not cores,
-            threads=None if threads is None else min(threads, len(cores or now)),
-            wide_cores=tuple(now) if self.wide_cores and len(now) > len(cores) else (),
-            usable=tuple(now) if parts else (),
+            shared=self.shared or not cores,
+            threads=None if threads is None else min(threads, len(cores or allowed)),
+            wide_cores=wide if len(wide) > len(cores) > 0 else (),
         )
 
 
@@ -240,7 +231,6 @@ def share_cores(
             shared=shared,
             threads=threads,
             wide_cores=together if equal and most > (threads or len(own)) else (),
-            usable=tuple(cores) if equal else (),
         )
     return dict(sorted(shares.items()))
 

@@ -371,8 +371,7 @@ class Master:
 
         A worker gets no new requests, answers those that it has, ends, and is started again; then the next
         one. The other workers serve meanwhile; with only one worker, requests wait for it. A worker past
-        its restart budget is the first, gets a new budget, and its start does not wait. Where cores were
-        taken away meanwhile, the new processes share out those that are left.
+        its restart budget is the first, gets a new budget, and its start does not wait.
 
         Args:
             timeout: Seconds for all workers together; None is `Timeouts.start` for each worker.

@@ -94,14 +94,12 @@ def end(status: int) -> NoReturn:
 class Inherited:
     """What all children of a master inherit, recorded at its start; all paths are absolute.
 
-    `pythonpath` is the variable, or None; the working folder may be gone by now; `cores` are those that the
-    process's main thread might use.
+    `pythonpath` is the variable, or None; the working folder may be gone by now.
     """
 
     path: list[str]
     pythonpath: str | None
     folder: str
-    cores: frozenset[int]
 
     @classmethod
     def now(cls) -> "Inherited":
@@ -109,16 +107,11 @@ class Inherited:
         if pythonpath:  # an empty entry is the working folder, but an empty variable is not
             pythonpath = os.pathsep.join(_absolute(pythonpath.split(os.pathsep)))
         folder = [*_absolute([""]), "/"][0]
-        cores = frozenset(os.sched_getaffinity(os.getpid()))
-        return cls(path=import_path(), pythonpath=pythonpath, folder=folder, cores=cores)
+        return cls(path=import_path(), pythonpath=pythonpath, folder=folder)
 
     def folder_now(self) -> str:
         """The working folder, or the root if it is gone."""
         return self.folder if os.access(f"{self.folder}/.", os.X_OK) else "/"
-
-    def cores_taken(self) -> list[int]:
-        """The cores that this process's main thread might use at the record, and may not now."""
-        return sorted(self.cores - os.sched_getaffinity(os.getpid()))
 
 
 def import_path() -> list[str]:

@@ -50,7 +50,7 @@ from mcinfer.config import MAX_CONCURRENT_RUNS, CoreShare, EngineOptions
 from mcinfer.errors import InvalidInputError, ProtocolError, shortened
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 12  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 13  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
@@ -308,7 +308,6 @@ class Build(Message):
     shared: _Flag = False
     threads: Annotated[int | None, or_none(is_count)] = None
     wide_cores: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
-    usable: Annotated[tuple[int, ...], is_tuple_of(is_count)] = ()
     options: Annotated[EngineOptions, lambda value: isinstance(value, EngineOptions)] = (
         EngineOptions()
     )
@@ -326,7 +325,6 @@ class Build(Message):
             shared=self.shared,
             threads=self.threads,
             wide_cores=self.wide_cores,
-            usable=self.usable,
         )
 
     @property

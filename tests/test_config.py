@@ -224,27 +224,7 @@ def test_more_workers_than_cores_share_and_are_told_so(cores: int, more: int) ->
         assert share.shared is (taken[share.cores] > 1)
 
 
-CORE_SETS = st.sets(st.integers(0, 40), min_size=1, max_size=24).map(sorted)
-
-
-@given(cores=CORE_SETS, allowed=CORE_SETS, workers=st.integers(1, 30))
-def test_cores_that_are_allowed_now_are_shared_out_anew_if_some_were_taken(
-    cores: list[int], allowed: list[int], workers: int
-) -> None:
-    planned = share_cores(parse_devices(workers, len(cores)), cores)
-    before = [share for share in planned.values() if isinstance(share, CoreShare)]
-    now = [share.of_allowed(allowed) for share in before]
-    if {*cores} <= {*allowed}:
-        assert now == before
-        return
-    taken = Counter(core for share in now for core in share.cores)
-    assert sorted(taken) == allowed
-    assert all(share.cores for share in now)
-    assert all(share.shared for share in now if any(taken[core] > 1 for core in share.cores))
-    assert [share.of_allowed(allowed) for share in now] == now
-
-
-def test_chosen_cores_that_are_allowed_stay_and_without_any_a_worker_is_not_pinned() -> None:
+def test_cores_that_are_allowed_stay_and_without_any_a_worker_is_not_pinned() -> None:
     devices = parse_devices(2, 4)
     first, second = share_cores(devices, range(4), [[0, 1], [2, 3]], cpus=2).values()
     assert isinstance(first, CoreShare)
@@ -252,8 +232,10 @@ def test_chosen_cores_that_are_allowed_stay_and_without_any_a_worker_is_not_pinn
     assert first.of_allowed([0, 1, 2]) is first
     assert second.of_allowed([0, 1, 2]) == CoreShare(cores=(2,), threads=1)
     assert second.of_allowed([0, 1]) == CoreShare(shared=True, threads=1)
-    chosen = CoreShare(cores=(2, 3))
-    assert chosen.of_allowed(range(2)) == CoreShare(shared=True, threads=2)
+    wide = CoreShare(cores=(2, 3), wide_cores=(0, 1, 2, 3))
+    assert wide.of_allowed(range(2)) == CoreShare(shared=True, threads=2)
+    assert wide.of_allowed([1, 2, 3]) == CoreShare(cores=(2, 3), wide_cores=(1, 2, 3))
+    assert wide.of_allowed([2, 3]) == CoreShare(cores=(2, 3))
 
 
 @given(cores=st.integers(1, 64), workers=st.integers(1, 1024), quota=st.integers(1, 64))
@@ -283,7 +265,7 @@ def test_device_that_does_not_exist_gets_an_error_and_the_others_their_cores() -
     devices = [Device("cpu", 0), Device("cpu", 4), Device("cuda", 0)]
     shares = share_cores(devices, [0, 1, 2, 3])
     assert [*shares] == [0, 1]  # none for the card
-    assert shares[0] == CoreShare(cores=(0, 1, 2, 3), usable=(0, 1, 2, 3))
+    assert shares[0] == CoreShare(cores=(0, 1, 2, 3))
     assert isinstance(shares[1], InvalidInputError)
     assert "cpu:4 does not exist" in str(shares[1])
     assert "the last device is cpu:3" in str(shares[1])

@@ -128,7 +128,6 @@ class WorkerProcess:
                 "most_memory": most_memory,
                 "path": inherited.path,
                 "pythonpath": inherited.pythonpath,
-                "cores_taken": inherited.cores_taken(),
                 "log_level": _worker_log.getEffectiveLevel(),
                 "mark": f"[{name} worker {label[0]} {label[1]}] ",
             }

@@ -17,7 +17,6 @@ import resource
 import signal
 import socket
 import sys
-from contextlib import suppress
 
 from mcinfer.process import LOG_FORMAT, ORPHANED, end, watch_parent, write_stacks_to
 from mcinfer.shm.lifeline import Lifeline
@@ -37,7 +36,6 @@ def main() -> int:
     write_stacks_to(start["stacks"])
     if start["most_memory"] is not None:
         _limit_memory(start["most_memory"])
-    _leave_cores(start["cores_taken"])
     sys.path[:] = start["path"]
     if start["pythonpath"] is None:
         os.environ.pop("PYTHONPATH", None)
@@ -60,17 +58,6 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
-
-
-def _leave_cores(taken: list[int]) -> None:
-    """Do not use these cores, if there are others: the master's process was moved off them.
-
-    This process has what the master's thread that started it had, which such a move need not reach.
-    """
-    left = os.sched_getaffinity(0).difference(taken)
-    if taken and left:
-        with suppress(OSError):  # these were taken in between
-            os.sched_setaffinity(0, left)
 
 
 def _limit_memory(size: int) -> None:

@@ -102,11 +102,9 @@ def _pin_to_allowed(planned: CoreShare) -> tuple[CoreShare, tuple[str, ...]]:
     allowed = sorted(os.sched_getaffinity(0))
     share = planned.of_allowed(allowed)
     notes: tuple[str, ...] = ()
-    if share is not planned:
-        before, now = map(format_core_list, (planned.usable or planned.cores, allowed))
-        what = "a worker that starts has its part of these"
-        if not share.usable:
-            what = f"{format_core_list(share.cores)} are left" if share.cores else "not pinned"
+    if share.cores != planned.cores:
+        before, now, left = map(format_core_list, (planned.cores, allowed, share.cores))
+        what = f"{left} are left" if left else "not pinned"
         notes = (f"planned for cores {before}, and {now} are allowed now: {what}",)
     if share.cores:
         with suppress(OSError):  # they were taken in between: it is not pinned

@@ -171,30 +171,9 @@ def test_workers_start_again_on_the_cores_that_the_container_has_left(
     for name in ("equal", "chosen"):
         expected += [f"{name} [[{first}], [{second}]]", f"{name} [[{first}], [{first}]] ready"]
     assert done.stdout.splitlines() == expected
-    both = format_core_list(CORES[:2])
-    text = f"planned for cores {{}}, and {first} are allowed now: {{}}"
-    told = [text.format(both, "a worker that starts has its part of these")]
-    told += [text.format(second, "not pinned")]
+    told = [f"planned for cores {second}, and {first} are allowed now: not pinned"] * 2
     warnings = [line for line in done.stderr.splitlines() if line.startswith("WARNING")]
     assert [line.split(": ", 1)[1] for line in warnings] == told
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(len(CORES) < 2, reason="there is one core")
-def test_workers_start_again_on_the_cores_that_their_program_has_kept(
-    fake_model: FakeModel,
-) -> None:
-    done = run(
-        """
-with mcinfer.Master(sys.argv[1], 2, engine="fake") as master:
-    own = min(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {own})
-    master.restart_workers()
-    say(*(os.sched_getaffinity(w.pid) == {own} for w in master.statistics().workers))
-""",
-        fake_model(),
-    )
-    assert done.out.split() == ["True", "True"], done.err
 
 
 def set_quota(group: Path) -> None:
