@@ -377,8 +377,7 @@ class Master:
             timeout: Seconds for all workers together; None is `Timeouts.start` for each worker.
 
         Raises:
-            ReadyTimeoutError: Not all were replaced in time. The current replacement continues; the
-                remaining workers stay as they are.
+            ReadyTimeoutError: Not all were replaced in time; the replacements go on.
             WorkerDiedError: A new process could not load the model within its budget of starts. It is
                 started again at the longest back-off; the others stay as they are.
             InvalidInputError: The model runs in this process.

@@ -581,7 +581,7 @@ class Pools(RuleBasedStateMachine):
             [
                 *("dies", "dies", "dies", "all die", "hangs", "next hangs", "poison", "poison"),
                 *("cancel", "cancel", "close"),
-                *("drain", "restart", "restart", "abandon", "grows"),
+                *("drain", "restart", "restart", "restart", "grows"),
             ]
         ),
         which=st.integers(0, 11),
@@ -615,19 +615,17 @@ class Pools(RuleBasedStateMachine):
             self.workers_are_replaced(trouble, which)
 
     def workers_are_replaced(self, trouble: str, which: int) -> None:
-        """A caller wants new processes, or does not wait for them any more, or one has grown."""
-        if trouble == "restart" and self.started and self.to_replace is None:
+        """A caller wants new processes, or one has grown."""
+        if trouble == "restart" and self.started:
+            before = self.to_replace
             try:
-                # One that is replaced already is not replaced twice.
+                # One that is replaced already is not replaced twice; another caller may wait for the same.
                 serving = [w.index for w in self.scheduler.workers if w.serves]
-                self.to_replace = {w: self.processes[w] for w in serving}
+                self.to_replace = {**(before or {}), **{w: self.processes[w] for w in serving}}
                 self.carry_out(self.scheduler.handle_restart(self.now))
             except ClosedError:
                 assert self.is_closing or self.is_draining
-                self.to_replace = None
-        elif trouble == "abandon":
-            self.to_replace = None
-            self.carry_out(self.scheduler.handle_restart_abandoned(self.now))
+                self.to_replace = before
         elif trouble == "grows" and self.processes:
             worker = [*self.processes][which % len(self.processes)]
             size = MAX_BYTES + which % 2

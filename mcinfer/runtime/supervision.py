@@ -38,7 +38,7 @@ from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Outcome
 from mcinfer.runtime.connections import Connections
 from mcinfer.runtime.delivery import Delivery, preparing
-from mcinfer.runtime.inbox import Inbox, Question
+from mcinfer.runtime.inbox import Inbox
 from mcinfer.runtime.worker_process import Gang
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
@@ -276,8 +276,9 @@ class Supervision:
             self.news.append(lambda: self.scheduler.handle_close(monotonic()))
 
     def workers_restarted(self, error: McinferError | None) -> None:
-        if self._restarted is not None and not self._restarted.settled:
-            self._restarted.settle(error)
+        restarted, self._restarted = self._restarted, None
+        if restarted is not None:
+            restarted.settle(error)
 
     def pool_closed(self, abandoned: Sequence[int]) -> None:
         for worker in abandoned:
@@ -457,37 +458,16 @@ class Supervision:
 
     def restart_workers(self, timeout: float) -> None:
         """See `Master.restart_workers`."""
-        end = monotonic() + timeout
-        own = Outcome[None]()
-        try:
-            while True:
-                restarted = self._inbox.ask(partial(self._restart, own))
-                if not restarted.wait(end - monotonic()):
-                    raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
-                if restarted is own:  # and not another call's
-                    return own.result()
-        finally:
-            self._inbox.post(Question(partial(self._forget_restart, own)))
+        restarted = self._inbox.ask(self._restart)
+        if not restarted.wait(timeout):
+            raise ReadyTimeoutError(f"not all workers were replaced within {timeout:g} s")
+        restarted.result()
 
-    def _restart(self, own: Outcome[None]) -> Outcome[None]:
-        """Begin to replace all workers, unless that is in progress; the restart to wait for."""
-        if self._restarted is not None and not self._restarted.settled:
-            return self._restarted
-        self._restarted = own
-        try:
-            self.scheduler.handle_restart(monotonic())
-        except McinferError:
-            own.settle()
-            raise
-        return own
-
-    def _forget_restart(self, restarted: "Outcome[None]") -> None:
-        """The caller of the restart does not wait any more: replace no further workers."""
-        if restarted is self._restarted:
-            self._restarted = None  # its error's traceback leads to the master
-            if not restarted.settled:
-                self.scheduler.handle_restart_abandoned(monotonic())
-                restarted.settle()
+    def _restart(self) -> Outcome[None]:
+        """Begin to replace all workers; who comes meanwhile waits for the end of both."""
+        restarted = self._restarted = self._restarted or Outcome[None]()
+        self.scheduler.handle_restart(monotonic())
+        return restarted
 
     # The end of the loop.
 
@@ -504,7 +484,6 @@ class Supervision:
     def refuse_all(self) -> None:
         """Answer those who still wait for a start or a restart."""
         closed = ClosedError("the master was closed")
-        if self._restarted is not None and not self._restarted.settled:
-            self._restarted.settle(closed)
+        self.workers_restarted(closed)
         if not self.started.settled:
             self.started.settle(self._inbox.failure or closed)

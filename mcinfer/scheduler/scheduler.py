@@ -215,11 +215,6 @@ class Scheduler:
         self.lifecycle.replace(self.workers, asked_for=True)
         self._go_on(now)
 
-    def handle_restart_abandoned(self, now: float) -> None:
-        """The caller of `handle_restart` does not wait any more: replace no further workers."""
-        self.lifecycle.forget_replacing()
-        self._go_on(now)
-
     def handle_message(self, now: float, worker: int, message: Message) -> None:
         """A worker sent a message.
 
