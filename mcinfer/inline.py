@@ -20,19 +20,25 @@ import atexit
 import itertools
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
+from operator import attrgetter
 from time import monotonic, perf_counter
 from typing import Any
 from weakref import ref
 
+import numpy as np
+
 from mcinfer.config import INLINE, Device, EngineOptions, PoolPlan
 from mcinfer.engines.adapters import open_engine
-from mcinfer.engines.base import Engine, EngineRequest, RunCancelledError
+from mcinfer.engines.base import Buffer, Engine, EngineRequest, RunCancelledError
 from mcinfer.engines.preparation import described, readable_content
 from mcinfer.errors import (
     BuildError,
@@ -47,16 +53,21 @@ from mcinfer.machine import check_tasks
 from mcinfer.private import ModelInMemory, model_name
 from mcinfer.process import check_threads
 from mcinfer.protocol import BuildFinish
-from mcinfer.requests.direct import InlineAnswers, Job
-from mcinfer.requests.request import Outcome, pick
-from mcinfer.requests.tensors import Arrays
+from mcinfer.requests.frames import ShapePlan
+from mcinfer.requests.inputs import InputReader
+from mcinfer.requests.request import NO_WEIGHTS, Call, Outcome, OutcomeFuture, pick
+from mcinfer.requests.splitting import SplitState
+from mcinfer.requests.tensors import Arrays, Copier, join_parts, outputs_of_no_rows, parts_of
+from mcinfer.requests.weights import WeightStore, WeightVersion
 from mcinfer.runtime.delivery import Delivery, call_trace_hook, make_call, preparing
 from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
 from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardQueue
 from mcinfer.scheduler.workers import Counts, PoolRules
-from mcinfer.specs import ModelSpec
+from mcinfer.sharding import JoinError
+from mcinfer.shm.arena import ALIGNMENT, Slot
+from mcinfer.specs import ModelSpec, TensorSpec, check_whole_bytes, specs_of
 from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
 
 __tracebackhide__ = is_refusal
@@ -69,6 +80,44 @@ _STEP = 1.1  # factor, for each run, towards the median of their seconds: a late
 _LATE_SECONDS = 5.0  # past its deadline that a caller waits for the keeper
 _LAST_SECONDS = 1.0  # for the ends of threads, and for callbacks, at the close
 _LONGEST_WAIT = 86400.0  # seconds of one wait: Python takes no more than some years
+_MAX_PLANS = 256
+
+_NOT_ACCEPTED = Entry(-1, (), 0, 0.0, 0.0, 0.0)
+
+_shape = attrgetter("shape")
+
+
+class Job(Outcome[Arrays]):
+    """A call on its way.
+
+    Attributes:
+        entry: That of the pool's table, once it is accepted.
+        lane: Once it runs.
+        here: Whether it runs in its caller's thread.
+    """
+
+    __slots__ = ("answers", "arrays", "call", "entry", "here", "join", "lane", "plan", "weights")
+
+    def __init__(
+        self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: ShapePlan
+    ) -> None:
+        super().__init__()
+        self.answers = answers
+        self.call = call
+        self.arrays = arrays
+        self.plan = plan
+        self.weights = call.weights
+        self.join: tuple[Any, int] | None = None
+        self.entry: Entry = _NOT_ACCEPTED
+        self.lane: Any = None
+        self.here = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.settled or self.answers.pool.await_answer(self, timeout)
+
+    def release(self) -> None:
+        """No run reads its inputs, and its weights, any more."""
+        self.arrays, self.weights = (), NO_WEIGHTS
 
 
 @dataclass(slots=True, eq=False)
@@ -203,7 +252,7 @@ class InlinePool(Doors):
             _log.warning("%s on %s: %s", self._name, INLINE, note)
         return engine, BuildFinish(**facts, seconds=perf_counter() - began)
 
-    def planner(self, model: ModelSpec, built: BuildFinish) -> InlineAnswers:
+    def planner(self, model: ModelSpec, built: BuildFinish) -> "InlineAnswers":
         """What answers the requests of this model, which `start` has loaded."""
         return InlineAnswers(self, model, built, self._rules.max_batch_size)
 
@@ -655,8 +704,179 @@ class InlinePool(Doors):
             )
 
 
+class InlineAnswers(InputReader):
+    """Answers the calls of one model in this process, in the place of `mcinfer.requests.planner.Planner`.
+
+    Calls are checked, cut into runs, and computed on the callers' arrays.
+
+    Attributes:
+        pool: Runs the jobs.
+        weights: The replaceable weights of the model.
+    """
+
+    def __init__(
+        self, pool: InlinePool, model: ModelSpec, built: BuildFinish, max_rows: int
+    ) -> None:
+        check_whole_bytes((*model.inputs, *model.outputs))
+        super().__init__(model, max_rows, built.ragged)
+        self.pool = pool
+        self._copier = Copier(len(os.sched_getaffinity(0)))
+        self.weights = WeightStore(specs_of(built.weights), _slots, self._copier)
+        self._outputs = tuple(spec.name for spec in model.outputs)
+        self._plans: dict[tuple[Any, ...], ShapePlan] = {}
+
+    def answer_call(self, call: Call) -> Arrays:
+        """Answer a call; raises as `Planner.answer_call`."""
+        job = self._job(call, self.arrays(call.inputs))
+        try:
+            if not job.settled:
+                self.pool.answer(job)
+            if job.was_cancelled:
+                raise CancelledError
+            return job.result()
+        finally:
+            del job  # the error that this may raise must not hold what holds it
+
+    def submit(self, call: Call, *, wait: bool = True) -> OutcomeFuture[Arrays]:
+        """Queue a call; without `wait`, it is of an event loop, which runs by itself what takes no time."""
+        # What is cut in pieces may run again as a whole, from copies.
+        if not wait and call.pieces == 1 and self.pool.is_quick():
+            job = self._job(call, self.arrays(call.inputs))
+            if job.settled or self.pool.answer(job, wait=False):
+                return OutcomeFuture(job, self.pool)
+        copies = self.copies(call.inputs)
+        if call.keeps:
+            call.inputs = copies
+        job = self._job(call, copies)
+        if not job.settled:
+            if self._max_rows > 1 and call.joins and call.split_state.splits:
+                job.join = self._join(copies, job.plan, job.weights)
+            try:
+                self.pool.enter(job, wait=wait)
+            except BaseException:  # also Ctrl-C
+                self.pool.forget(job)
+                raise
+        return OutcomeFuture(job, self.pool)
+
+    def allocate(
+        self, shapes: Mapping[str, Sequence[int]], timeout: float, place: object = None
+    ) -> Arrays:
+        """Arrays in ordinary memory, where runs read inputs anyway."""
+        del timeout, place
+        return self.empty_inputs(shapes, lambda spec, shape: np.empty(shape, spec.dtype))
+
+    def close(self) -> None:
+        """End the threads that copy, and free replaced weights."""
+        self._copier.close()
+        self.weights.close()
+
+    def _input(self, value: Any, spec: TensorSpec, element_type: str) -> Any:
+        array = super()._input(value, spec, element_type)
+        return array if array.dtype.isnative else array.astype(spec.dtype)
+
+    def _job(self, call: Call, arrays: list[Any]) -> Job:
+        state = None if call.apart else call.split_state
+        pieces = call.pieces if call.split_state.split.settled else 1
+        shapes = tuple(map(_shape, arrays))
+        key = (shapes, pieces, 0 if state is None else state.number)
+        plan = self._plans.get(key) or self._new_plan(key, shapes, pieces, state)
+        call.rows = plan.cut.rows
+        job = Job(self, call, arrays, plan)
+        if not plan.cut.rows:  # needs no run
+            job.set(pick(outputs_of_no_rows(self._model, plan.cut), call.outputs))
+        return job
+
+    def _new_plan(
+        self, key: Any, shapes: tuple[Any, ...], pieces: int, state: SplitState | None
+    ) -> ShapePlan:
+        cut, apart, alike = self._cut(shapes, pieces, state)
+        specs = (*self._model.inputs, *self._model.outputs)
+        known = (*shapes, *[join.shape for join in cut.outputs])
+        size = sum(
+            prod(shape) * spec.dtype.itemsize
+            for spec, shape in zip(specs, known, strict=True)
+            if shape is not None
+        )
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        plan = self._plans[key] = ShapePlan(cut, size, apart, alike)
+        return plan
+
+    # Runs.
+
+    def compute(self, engine: Engine, jobs: Sequence[Job]) -> list[Arrays]:
+        """The answers of one run, whose jobs may be joined, or of one for each piece of a job."""
+        job = jobs[0]
+        weights = _buffers(job.weights) if job.weights.number else ()
+        if len(jobs) > 1:
+            return self._compute_joined(engine, jobs, weights)
+        if len(job.plan.cut.rows) == 1:
+            return [dict(zip(self._outputs, engine.compute(job.arrays, weights), strict=False))]
+        cut, found = job.plan.cut, []
+        for shard in zip(*map(parts_of, job.arrays, cut.inputs), strict=True):
+            if job.settled:
+                raise RunCancelledError("no caller waits for it any more")
+            found.append(engine.compute(shard, weights))
+        names = [f"run {i}" for i in range(len(found))]
+        try:
+            rows = zip(self._model.outputs, cut.outputs, zip(*found, strict=True), strict=True)
+            return [{spec.name: join_parts(spec, o, shards, names) for spec, o, shards in rows}]
+        except JoinError as exc:
+            job.call.splitter.withdraw(str(exc))
+            raise
+
+    def _compute_joined(
+        self, engine: Engine, jobs: Sequence[Job], weights: Sequence[Buffer]
+    ) -> list[Arrays]:
+        cut = jobs[0].plan.cut
+        inputs = [
+            job_arrays[0] if axis is None else np.concatenate(job_arrays, axis)
+            for axis, *job_arrays in zip(cut.input_axes, *(j.arrays for j in jobs), strict=True)
+        ]
+        values = engine.compute(inputs, weights)
+        answers: list[Arrays] = [{} for _ in jobs]
+        for i, (name, value) in enumerate(zip(self._outputs, values, strict=True)):
+            axis, start = cut.outputs[i].axis or 0, 0
+            for answer, job in zip(answers, jobs, strict=True):
+                shape = job.plan.cut.outputs[i].shape or ()
+                stop = start + shape[axis]
+                part = value[(slice(None),) * axis + (slice(start, stop),)]
+                if part.shape != shape:
+                    job.plan.apart = f"output {name!r} has another shape than the model declares"
+                    raise PredictError(job.plan.apart)
+                answer[name] = part.copy()
+                start = stop
+        return answers
+
+
 def _told(error: BaseException) -> McinferError:
     """The error that the caller of a failed run gets."""
     if isinstance(error, McinferError) and not isinstance(error, RunCancelledError):
         return error.with_traceback(None)
     return PredictError(str(error) or repr(error))
+
+
+def _slots(sizes: Sequence[int], timeout: float = 0.0) -> list[Slot]:
+    """Pieces of ordinary memory; there is no waiting for it."""
+    del timeout
+    slots = []
+    for size in sizes:
+        memory = np.empty(size + ALIGNMENT, np.uint8)
+        start = -memory.__array_interface__["data"][0] % ALIGNMENT
+        memory = memory[start : start + size]
+        slots.append(Slot(0, 0, size, memory.__array_interface__["data"][0], memory))
+    return slots
+
+
+def _buffers(version: WeightVersion) -> list[Buffer]:
+    """Replaced weights where a run reads them; the version holds their memory."""
+    return [
+        Buffer(
+            name=name,
+            element_type=reference[1],
+            shape=reference[2],
+            address=version.slots[name].address,
+            size=version.slots[name].size,
+        )
+        for name, reference in version.tensors.items()
+    ]

@@ -62,8 +62,7 @@ from mcinfer.specs import ModelDescription, ModelSpec, TensorSpec, specs_of
 from mcinfer.statistics import Health, Statistics, TraceHook
 
 if TYPE_CHECKING:
-    from mcinfer.inline import InlinePool
-    from mcinfer.requests.direct import InlineAnswers
+    from mcinfer.inline import InlineAnswers, InlinePool
 
 __tracebackhide__ = is_refusal
 

@@ -34,7 +34,7 @@ from mcinfer.errors import McinferError, PredictError, ProtocolError
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_numbers, encode_references
 from mcinfer.requests.frames import Lease, Plan, Views, is_leased
 from mcinfer.requests.splitting import SplitState, Splitter
-from mcinfer.requests.tensors import Arrays, Inputs, join_parts
+from mcinfer.requests.tensors import Arrays, Inputs, join_parts, outputs_of_no_rows
 from mcinfer.requests.weights import WeightVersion
 from mcinfer.sharding import JoinError
 from mcinfer.specs import STRING, TensorSpec, tensor_bytes
@@ -496,9 +496,7 @@ class Request(Outcome[Arrays]):
 
     def preset(self) -> None:
         """Answer a batch of no rows, which needs no run."""
-        outputs = zip(self._model.outputs, self._plan.cut.outputs, strict=True)
-        value = {spec.name: np.empty(join.shape or (), spec.dtype) for spec, join in outputs}
-        self._value = pick(value, self.wanted)
+        self._value = pick(outputs_of_no_rows(self._model, self._plan.cut), self.wanted)
         self.settled = True
 
     # For the loop.

@@ -17,9 +17,16 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.config import DLPACK_KINDS, Device
 from mcinfer.errors import InvalidInputError, is_refusal
-from mcinfer.sharding import InputCut, JoinError, OutputJoin, Shape
+from mcinfer.sharding import Cut, InputCut, JoinError, OutputJoin, Shape
 from mcinfer.shm.arena import align
-from mcinfer.specs import ELEMENT_TYPES, STRING, TensorSpec, element_type_name, tensor_bytes
+from mcinfer.specs import (
+    ELEMENT_TYPES,
+    STRING,
+    ModelSpec,
+    TensorSpec,
+    element_type_name,
+    tensor_bytes,
+)
 
 __tracebackhide__ = is_refusal
 
@@ -228,7 +235,7 @@ def copy_in(
     if layout.contiguous:
         copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
         return
-    parts = _parts_of(array, cut)
+    parts = parts_of(array, cut)
     for offset, shape, part in zip(layout.offsets, cut.shapes, parts, strict=True):
         np.copyto(np.ndarray(shape, spec.dtype, memory, offset), part, casting="equiv")
 
@@ -238,11 +245,18 @@ def string_rows(array: NDArray[Any], cut: InputCut) -> list[tuple[str | bytes, .
     # The protocol takes exactly these types; NumPy's scalars of text are subclasses.
     return [
         tuple(str(v) if isinstance(v, str) else bytes(v) for v in part.ravel().tolist())
-        for part in _parts_of(array, cut)
+        for part in parts_of(array, cut)
     ]
 
 
-def _parts_of(array: NDArray[Any], cut: InputCut) -> list[NDArray[Any]]:
+def outputs_of_no_rows(model: ModelSpec, cut: Cut) -> Arrays:
+    """The answer to a batch of no rows, which needs no run."""
+    joins = zip(model.outputs, cut.outputs, strict=True)
+    return {spec.name: np.empty(join.shape or (), spec.dtype) for spec, join in joins}
+
+
+def parts_of(array: NDArray[Any], cut: InputCut) -> list[NDArray[Any]]:
+    """An input's parts, as views."""
     axis = cut.axis
     rows = [0 if axis is None else shape[axis] for shape in cut.shapes]
     return split_rows(array, axis, rows)

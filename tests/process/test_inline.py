@@ -28,7 +28,6 @@ from mcinfer import (
     Timeouts,
     inline,
 )
-from mcinfer.requests import direct
 from mcinfer.scheduler import dispatch, queue
 from tests.interrupts import interrupted_anywhere
 from tests.process.models import (
@@ -341,7 +340,7 @@ def test_ctrl_c_anywhere_in_a_call_leaves_a_whole_pool(fake_model: FakeModel) ->
             lambda: master.submit(rows(1)).result(20.0),
         ]
         for call in calls:
-            for _ in interrupted_anywhere(call, inline, direct, dispatch, queue):
+            for _ in interrupted_anywhere(call, inline, dispatch, queue):
                 wait_until(lambda: master.statistics().in_flight == 0)
                 assert_answers(master.submit(rows(1)).result(20.0), rows(1))
 
