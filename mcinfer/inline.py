@@ -185,7 +185,6 @@ class InlinePool(Doors):
         self._queue = ShardQueue(rules.max_batch_size)
         self._joining = Joining(rules.max_batch_size, plan.threads, waits=not rules.max_delay)
         self._news: deque[Job] = deque()  # jobs that the queue is to take in, or to drop
-        self._jobs: dict[int, Job] = {}
         self.line: deque[Job] = deque()
         self._batch_sizes = Tally(ROW_BOUNDS)
         self._usual = 0.0  # seconds of a run; 0 before the first
@@ -305,15 +304,15 @@ class InlinePool(Doors):
 
     def _look(self, now: float) -> None:
         for entry in [*self.table.overdue(now)]:
-            job = self._jobs[entry.number]
+            job = entry.request
             what = "waited for a worker" if job.lane is None else f"ran on {INLINE}"
             text = ", ".join((f"no answer within {entry.timeout:g} s: it {what}", *self._late()))
             self._settle(job, PredictTimeoutError(text), now)
         self._look_at = min(self._close_at, self.table.next_deadline())
-        if self.closing and (self._close_at <= now or not self._jobs):
+        if self.closing and (self._close_at <= now or not self.table.entries):
             self._end_at = min(self._end_at, now + self._rules.timeouts.close)
-            for job in [*self._jobs.values()]:
-                self._settle(job, ClosedError("the master was closed"), now)
+            for entry in [*self.table.entries.values()]:
+                self._settle(entry.request, ClosedError("the master was closed"), now)
             if self._end_at <= now or not any(lane.jobs for lane in self._lanes):
                 self._end()
                 return
@@ -415,13 +414,13 @@ class InlinePool(Doors):
             entry = job.entry = Entry(
                 number, job.plan.cut.rows, job.plan.size, call.start, now, call.timeout
             )
+            entry.request = job
             lane = self._lane_here() if here else None
             if lane is not None:
                 job.here, job.lane = True, lane
                 lane.caller, lane.jobs = caller, (job,)
             elif here and not wait:
                 return
-            self._jobs[number] = job
             self.table.accept(entry)
             if entry.deadline < self._look_at:
                 self._look_at = entry.deadline
@@ -494,7 +493,7 @@ class InlinePool(Doors):
         self._queue.end_holding(now)
         if lane is not None and (shards := self._queue.take(most=partial(self._most, now))):
             lane.caller = 0
-            self._give(lane, [self._jobs[number] for number, _ in shards], now)
+            self._give(lane, [self.table.entries[n].request for n, _ in shards], now)
             return lane
         if not self.finished:
             due = math.inf
@@ -587,7 +586,6 @@ class InlinePool(Doors):
         """Answer a call, unless it is answered; the lock is held."""
         entry, lane = job.entry, job.lane
         if entry.number not in self.table.entries:
-            self._jobs.pop(entry.number, None)
             return
         if error is None:
             ending, job._value = "succeeded", pick(value or {}, job.call.outputs)
@@ -603,8 +601,8 @@ class InlinePool(Doors):
             self.table.close(entry, ending, now)
         if not job.settled:
             job.settle(error, cancelled=ending == "cancelled")
-        self._jobs.pop(entry.number, None)
         self.table.entries.pop(entry.number, None)
+        entry.request = None  # which holds it
         if self._waiting:
             self._ended.notify_all()
         if self.closing:
@@ -693,7 +691,7 @@ class InlinePool(Doors):
             )
             return Statistics(
                 **self.table.counts(),
-                queued_shards=sum(job.lane is None for job in self._jobs.values()),
+                queued_shards=sum(e.request.lane is None for e in self.table.entries.values()),
                 batch_sizes=self._batch_sizes.snapshot(),
                 memory_bytes=0,
                 memory_used_bytes=0,

@@ -1,7 +1,7 @@
 """Pools for tests of the scheduler: events in, a list of orders out. Time is a number."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -118,8 +118,8 @@ class Recorder:
         self.traces[entry.number] = trace_of(entry, error)
         self.orders.append(Settle(entry.number, error))
 
-    def release(self, request: int) -> None:
-        self.orders.append(Release(request))
+    def release(self, entry: Entry) -> None:
+        self.orders.append(Release(entry.number))
 
     def start_worker(self, worker: int) -> None:
         self.orders.append(StartWorker(worker))
@@ -210,6 +210,24 @@ class Pool(Recorded):
     @property
     def announced(self) -> list[Health]:
         return [order.health for order in self.recorder.orders if isinstance(order, Announce)]
+
+    def handle_request(
+        self,
+        now: float,
+        number: int,
+        rows: tuple[int, ...],
+        timeout: float,
+        *,
+        size: int = 0,
+        may_be_wide: bool = False,
+        priority: int = 0,
+        join: tuple[Hashable, int] | None = None,
+        limited: bool = True,
+    ) -> list[Order]:
+        """A request comes to the scheduler as its caller comes."""
+        entry = Entry(number, rows, size, now, now, timeout, may_be_wide)
+        handle: Any = self._inner
+        return self.since(handle.handle_request, now, entry, priority, join, limited=limited)
 
     def since(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> list[Order]:
         orders = super().since(call, *args, **kwargs)

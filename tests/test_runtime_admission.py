@@ -12,6 +12,7 @@ from mcinfer.requests.planner import Planner
 from mcinfer.requests.tensors import Arrays
 from mcinfer.runtime.admission import SPARE_BYTES, Admission, Allocation, IdleMemory
 from mcinfer.shm.arena import Arena
+from tests.orders import ready_pool
 from tests.planned_requests import (
     LIMIT,
     MIB,
@@ -151,8 +152,9 @@ def test_memory_that_users_hold_wakes_the_loop_twice_a_minute_at_most(pool: Pool
 def test_callers_that_are_refused_at_once_delay_nothing_for_one_that_waits() -> None:
     dropped: list[int] = []
     arena = Arena(64 * MIB, dropped=dropped.append)
-    admission = Admission(cast("Any", None), arena, IdleFrames())
-    admission.places.requests[0] = cast("Any", None)  # whose end is to free memory
+    pool = ready_pool(1)
+    admission = Admission(cast("Any", pool), arena, IdleFrames())
+    pool.handle_request(0.0, 0, (1,), 10.0)  # whose end is to free memory
     held = arena.allocate_all([64 * MIB])
     line = admission.memory[None]
     admission.allocate(waiting := Allocation(line, [MIB], 60.0))

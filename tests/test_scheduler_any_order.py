@@ -529,7 +529,7 @@ class Pools(RuleBasedStateMachine):
         full = full and limited
         asked = _Asked(self.now + timeout, rows, join, due, self.now, size)
         self.requests[number] = asked
-        options = {
+        options: dict[str, Any] = {
             "size": size,
             "priority": priority,
             "join": join,

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Outcome, Request
+from mcinfer.scheduler.dispatch import Entry
 from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 
@@ -189,15 +190,10 @@ class MemoryLine(Line[Allocation]):
 
 
 class Places(Line[Request]):
-    """The requests in the queue, and those that wait for a place there.
-
-    Attributes:
-        requests: The accepted requests, by number.
-    """
+    """The requests that wait for a place in the queue."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
-        self.requests: dict[int, Request] = {}
         self._scheduler = scheduler
         self._next_number = 0
 
@@ -209,21 +205,12 @@ class Places(Line[Request]):
             if self.waiting and item.limited and not has_waited:
                 raise QueueFullError("others wait already for room in the queue")
             item.number = number
-            self.requests[number] = item
+            about = (item.rows, item.size, item.called, now, item.timeout, item.may_be_wide)
+            entry = Entry(number, *about, item)
             self._scheduler.handle_request(
-                now,
-                number,
-                item.rows,
-                item.timeout,
-                called=item.called,
-                size=item.size,
-                priority=item.priority,
-                join=item.join,
-                limited=item.limited,
-                may_be_wide=item.may_be_wide,
+                now, entry, item.priority, item.join, limited=item.limited
             )
         except McinferError as exc:
-            self.requests.pop(number, None)
             is_full = isinstance(exc, QueueFullError)
             if is_full and item.waits and self.wait(item, has_waited):
                 return False
@@ -245,7 +232,8 @@ class Places(Line[Request]):
         if outcome.settled or not isinstance(outcome, Request):
             return
         # By identity: the number of one that waits for a place is that of the next that gets one.
-        if self.requests.get(outcome.number) is outcome:
+        entry = self._scheduler.table.entries.get(outcome.number)
+        if entry is not None and entry.request is outcome:
             self._scheduler.handle_cancel(monotonic(), outcome.number)
             return
         if outcome in self.waiting:
@@ -254,11 +242,9 @@ class Places(Line[Request]):
 
     def fail_all(self, error: McinferError) -> None:
         """A fault of mcinfer: fail all requests."""
-        requests = [*self.requests.values()]
-        self.requests.clear()
-        for request in requests:
-            if not request.settled:
-                refuse(request, error)
+        for entry in [*self._scheduler.table.entries.values()]:
+            if not entry.request.settled:
+                refuse(entry.request, error)
 
 
 class IdleMemory:
@@ -326,7 +312,7 @@ class Admission:
         self._frames = frames
         # By arena: None is the host's, the others are those of devices.
         self.memory: dict[Arena | None, MemoryLine] = {
-            None: MemoryLine(arena, frames.release, self.places.requests)
+            None: MemoryLine(arena, frames.release, scheduler.table.entries)
         }
         self._idle = IdleMemory(arena)
 
@@ -358,7 +344,7 @@ class Admission:
 
     def add_arena(self, arena: Arena) -> None:
         """Callers may wait for this memory, too."""
-        self.memory[arena] = MemoryLine(arena, lambda: False, self.places.requests)
+        self.memory[arena] = MemoryLine(arena, lambda: False, self.scheduler.table.entries)
 
     @property
     def arenas(self) -> list[Arena]:

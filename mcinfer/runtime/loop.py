@@ -405,10 +405,10 @@ class Loop:
     ) -> None:
         """Take a REPLY of a worker of one process: its body, and its head, which is not checked yet."""
         now = monotonic()
-        request = self.admission.places.requests.get(number)
+        entry = self._scheduler.table.entries.get(number)
         error: Error | None = None
         try:
-            if body or request is None or not request.is_laid_out:
+            if body or entry is None or not entry.request.is_laid_out:
                 error = self._take_outputs(index, number, shard, decode_reply_body(body))
             self._scheduler.handle_answer(now, index, number, shard, seconds, wide, error)
         except Exception as exc:
@@ -461,7 +461,7 @@ class Loop:
             )
         try:
             for member, part in members:
-                request = self.admission.places.requests[member]
+                request: Request = self._scheduler.table.entries[member].request
                 request.take(part, outputs, blocks.lease, index, self.arena.limit)
                 if outputs and blocks.is_crowded:
                     request.copies = True
@@ -477,13 +477,13 @@ class Loop:
     def send_run(self, worker: int, run: Run) -> None:
         given = []
         for number, shard in run.members:
-            request = self.admission.places.requests[number]
+            request = self._scheduler.table.entries[number].request
             request.workers[shard] = worker
             given.append((request, shard))
         self._connections.send_run(worker, given, wide=run.wide)
 
     def settle(self, entry: Entry, error: McinferError | None) -> None:
-        request = self.admission.places.requests[entry.number]
+        request: Request = entry.request
         future = request.future
         request.copies = request.copies or self.arena.crowded
         request.set_ending(error, cancelled=entry.ending == "cancelled")
@@ -504,9 +504,10 @@ class Loop:
             # What it holds must not wait until its user asks for it.
             self._delivery.put(partial(prepare, ref(future)))
 
-    def release(self, request: int) -> None:
-        # And its memory, once it is answered and no view of it is left.
-        self.admission.places.requests.pop(request).release()
+    def release(self, entry: Entry) -> None:
+        # And its memory, once it is answered and no view of it is left; a trace still has the entry.
+        request, entry.request = entry.request, None
+        request.release()
 
 
 def _some(devices: Iterable[str]) -> str:

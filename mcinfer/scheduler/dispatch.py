@@ -61,10 +61,14 @@ class Entry:
     """One request.
 
     Attributes:
+        number: No other has it.
         rows: Rows of each shard.
         size: Bytes of its tensors.
+        called: When its caller came.
+        queued: When it came here.
         timeout: Seconds from `called` to `deadline`.
         may_be_wide: Whether its one shard may have the whole CPU if it is alone.
+        request: What the sink knows it by.
         may_join: Whether its one shard may go in one run with others.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
@@ -83,6 +87,7 @@ class Entry:
     queued: float
     timeout: float
     may_be_wide: bool = False
+    request: Any = None
     may_join: bool = False
     deadline: float = field(init=False)
     attempts: list[int] = field(init=False)
@@ -219,6 +224,7 @@ class RequestTable:
         }
 
     def give_up(self) -> None:
+        self.entries.clear()
         self.failed += self.in_flight
         self.in_flight = self.in_flight_bytes = self.not_begun = 0
 
@@ -232,8 +238,8 @@ class RequestSink(Protocol):
     def settle(self, entry: Entry, error: McinferError | None, /) -> None:
         """Answer the request with the outputs of its shards, or with an error; see `Entry.ending`."""
 
-    def release(self, request: int, /) -> None:
-        """Free the request's memory: no worker can write to it any more."""
+    def release(self, entry: Entry, /) -> None:
+        """Free the memory of the request, which has left the table: no worker can write to it any more."""
 
 
 class Dispatch:

@@ -134,31 +134,21 @@ class Scheduler:
     def handle_request(
         self,
         now: float,
-        request: int,
-        rows: tuple[int, ...],
-        timeout: float,
-        *,
-        called: float | None = None,
-        size: int = 0,
+        entry: Entry,
         priority: int = 0,
         join: tuple[Hashable, int] | None = None,
+        *,
         limited: bool = True,
-        may_be_wide: bool = False,
     ) -> None:
         """A request came.
 
         Args:
             now: The time.
-            request: Its number.
-            rows: Rows of each shard.
-            timeout: Seconds for its answer.
-            called: When these begin; None is `now`.
-            size: Bytes of its tensors.
+            entry: The request, which is this object's once it is accepted.
             priority: Higher ones go first.
             join: For one shard that may be joined with others of the same key: the key, and its rows.
             limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
                 for a part of a request that was accepted.
-            may_be_wide: Whether it may have the whole CPU if it is alone.
 
         Raises:
             ClosedError: The pool is closed.
@@ -170,9 +160,7 @@ class Scheduler:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         table, limits = self.table, self._limits
         if limited and (table.in_flight >= limits.queue or limits.queue_bytes is not None):
-            self.check_room(size)
-        called = now if called is None else called
-        entry = Entry(request, rows, size, called, now, timeout, may_be_wide)
+            self.check_room(entry.size)
         table.accept(entry)
         if entry.deadline < self.due:
             self.due = entry.deadline
@@ -319,7 +307,7 @@ class Scheduler:
                         self._sink.settle(entry, None)
                 if entry.ending is not None and not entry.outstanding:
                     del self.table.entries[number]
-                    self._sink.release(number)
+                    self._sink.release(entry)
         if not self.lifecycle.is_steady or self._phase != "open":
             self._go_on(now)
         elif self.queue.items:
@@ -484,7 +472,7 @@ class Scheduler:
         """Forget a settled request that no worker has."""
         if entry.ending is not None and not entry.outstanding:
             del self.table.entries[entry.number]
-            self._sink.release(entry.number)
+            self._sink.release(entry)
 
     def _count_death(self, w: Worker, member: ShardId, story: str, now: float) -> None:
         """A worker died on a shard, or on another that it had begun: give it up after the last try."""
