@@ -59,7 +59,7 @@ from mcinfer.requests.request import NO_WEIGHTS, Call, Outcome, OutcomeFuture, p
 from mcinfer.requests.splitting import SplitState
 from mcinfer.requests.tensors import Arrays, Copier, join_parts, outputs_of_no_rows, parts_of
 from mcinfer.requests.weights import WeightStore, WeightVersion
-from mcinfer.runtime.delivery import Delivery, call_trace_hook, make_call, preparing
+from mcinfer.runtime.delivery import Delivery, call_trace_hook, make_call
 from mcinfer.runtime.inbox import Doors
 from mcinfer.scheduler.dispatch import Ending, Entry, RequestTable, Tally
 from mcinfer.scheduler.joining import Joining
@@ -236,17 +236,12 @@ class InlinePool(Doors):
     def _load(self) -> tuple[Engine, BuildFinish]:
         began = perf_counter()
         request = replace(self._request, content=readable_content(self._request))
-
-        def report(state: Mapping[str, Any]) -> None:
-            self._delivery.show(preparing(self._name, state["written"], state["seconds"]))
-
-        engine = open_engine(self._engine_name, request, report)
+        engine = open_engine(self._engine_name, request)
         try:
             facts = described(engine, request)
         except BaseException:
             engine.close()
             raise
-        self._delivery.show("")
         for note in facts["notes"]:
             _log.warning("%s on %s: %s", self._name, INLINE, note)
         return engine, BuildFinish(**facts, seconds=perf_counter() - began)

@@ -12,8 +12,6 @@ import logging
 import math
 import os
 import queue
-import select
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from time import monotonic
-from typing import Any, TextIO
+from typing import Any
 from weakref import ref
 
 from mcinfer.errors import McinferError, PredictError
@@ -34,8 +32,6 @@ from mcinfer.statistics import TraceHook
 _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
 _REPEAT_SECONDS = 0.01  # seconds between two calls of `repeat`
-
-_ERASE = "\r\x1b[K"  # ECMA-48: from the line's begin, erase to its end
 
 _log = logging.getLogger("mcinfer.master")
 
@@ -57,7 +53,6 @@ class Delivery:
         self._traces_due = math.inf
         self._next_repeat = 0.0
         self._thread: threading.Thread | None = None
-        self._status = ""  # the line that the terminal ends with
         self._ended = WakeUp()
         self._closing = self._done = False
         self.ident = 0
@@ -98,20 +93,6 @@ class Delivery:
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
         self.put(partial(_log.log, level, f"%s: {text}", self._name, *values, exc_info=failure))
-
-    def show(self, status: str) -> None:
-        """Show a line at the end of a terminal that the next one replaces; "" removes it.
-
-        Where standard error is no terminal, nothing is shown.
-        """
-        self.put(partial(self._show, status))
-
-    def _show(self, status: str) -> None:
-        with suppress(Exception):  # whatever a stream of the user's raises
-            if status != self._status and _is_free_terminal(sys.stderr):
-                self._status = status
-                sys.stderr.write(f"{_ERASE}{status}")
-                sys.stderr.flush()
 
     def close(self) -> None:
         """End the thread, after the calls that are queued."""
@@ -183,11 +164,6 @@ def _nothing() -> None:
     """Only wakes the thread."""
 
 
-def preparing(name: str, written: int, seconds: float) -> str:
-    """The status while a model is prepared, of which so many bytes are written after so many seconds."""
-    return f"preparing {name}: {written / 1e6:.0f} MB written, {seconds:.0f} s"
-
-
 def make_call(call: Callable[[], object]) -> None:
     try:
         call()
@@ -225,12 +201,3 @@ def call_trace_hook(
     except BaseException:
         # Also SystemExit and its like: others wait behind it.
         _log.exception("the trace hook failed")
-
-
-def _is_free_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal that can be written to now."""
-    if stream is None or not stream.isatty():
-        return False
-    poll = select.poll()
-    poll.register(stream.fileno(), select.POLLOUT)
-    return bool(poll.poll(0))

@@ -22,7 +22,6 @@ from time import monotonic
 
 from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
-from mcinfer.private import model_name
 from mcinfer.process import STRAY, STRAY_REASON, becomes_readable
 from mcinfer.protocol import (
     MAX_NOTES,
@@ -32,12 +31,11 @@ from mcinfer.protocol import (
     Error,
     Exit,
     Message,
-    Preparing,
 )
 from mcinfer.requests.lent_blocks import MOST_BYTES, LentBlocks
 from mcinfer.requests.request import Outcome
 from mcinfer.runtime.connections import Connections
-from mcinfer.runtime.delivery import Delivery, preparing
+from mcinfer.runtime.delivery import Delivery
 from mcinfer.runtime.inbox import Inbox
 from mcinfer.runtime.worker_process import Gang
 from mcinfer.scheduler.scheduler import Scheduler
@@ -403,21 +401,16 @@ class Supervision:
         return message
 
     def report(self, index: int, message: Message) -> None:
-        """Show and log what a worker says of its start, or of a failure; each note once."""
-        w, show = self.scheduler.workers[index], self._delivery.show
+        """Log what a worker says of its start, or of a failure; each note once."""
         match message:
-            case Preparing():
-                show(preparing(model_name(w.build.model), message.written, message.seconds))
             case BuildFinish():
-                show("")
                 for note in message.notes:
                     if note not in self._notes and len(self._notes) < _MAX_NOTES:
                         self._notes.add(note)
                         self._delivery.log(logging.WARNING, "%s", note)
-            case Error():
-                show("")
-                if message.traceback:
-                    self._delivery.log(logging.DEBUG, "%s: %s", w.name, message.traceback)
+            case Error() if message.traceback:
+                name = self.scheduler.workers[index].name
+                self._delivery.log(logging.DEBUG, "%s: %s", name, message.traceback)
 
     # How the pool is.
 
