@@ -159,7 +159,7 @@ def share_cores(
     chosen: Sequence[Sequence[int]] | None = None,
     cpus: int | None = None,
     near: Mapping[int, Sequence[int]] = MappingProxyType({}),
-) -> dict[int, CoreShare | InvalidInputError]:
+) -> dict[int, CoreShare]:
     """Distribute the usable cores over the workers of a pool.
 
     ``cpu:i`` is the i-th of n equal shares. n is the number of different CPU devices in the pool, or more
@@ -175,9 +175,12 @@ def share_cores(
 
     Returns:
         By worker index, for CPU workers and those of cards in `near`, or for all workers if cores were
-        chosen: the share, or the error that says why there is none.
+        chosen.
+
+    Raises:
+        InvalidInputError: A device, or a chosen core, does not exist.
     """
-    shares: dict[int, CoreShare | InvalidInputError] = {}
+    shares: dict[int, CoreShare] = {}
     # By worker, its cores, its parts of the quota, and how many parts the quota has.
     mine: dict[int, tuple[tuple[int, ...], range, int]] = {}
     if chosen is None:
@@ -186,13 +189,12 @@ def share_cores(
         existing = {index for index in indices.values() if index < limit}
         count = max(len(existing), *(index + 1 for index in existing), 1)
         for worker, index in indices.items():
-            if index < limit:
-                mine[worker] = _part(cores, index, count), range(index, index + 1), count
-            else:
-                shares[worker] = InvalidInputError(
+            if index >= limit:
+                raise InvalidInputError(
                     f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
                     f"so the last device is cpu:{limit - 1}"
                 )
+            mine[worker] = _part(cores, index, count), range(index, index + 1), count
         beside: dict[tuple[int, ...], list[int]] = {}
         for worker, device in enumerate(devices):
             if device.kind in CARD_KINDS and device.index in near:
@@ -203,18 +205,18 @@ def share_cores(
                 # A part of the quota for each of its cores, of as many as this process may use.
                 mine[worker] = own, range(start, start + len(own)), len(cores)
     else:
-        count, got = len({core for item in chosen for core in item}), ""
-        for worker in range(len(devices)):
-            if len(chosen) != len(devices):
-                got = f"{len(chosen)} lists, expected one for each of {len(devices)} workers"
-            elif absent := [core for core in chosen[worker] if core not in cores]:
-                got = f"{absent}, expected some of {[*cores]}"
-            else:
-                # Each chosen core is one part, even if other workers have it too.
-                first, own = sum(map(len, chosen[:worker])), tuple(chosen[worker])
-                mine[worker] = own, range(first, first + len(own)), count
-                continue
-            shares[worker] = InvalidInputError(f"cores: got {got}")
+        everything = [core for item in chosen for core in item]
+        if len(chosen) != len(devices):
+            raise InvalidInputError(
+                f"cores: got {len(chosen)} lists, expected one for each of {len(devices)} workers"
+            )
+        if absent := [core for core in everything if core not in cores]:
+            raise InvalidInputError(f"cores: got {absent}, expected some of {[*cores]}")
+        first = 0
+        for worker, item in enumerate(chosen):
+            # Each chosen core is one part, even if other workers have it too.
+            mine[worker] = tuple(item), range(first, first + len(item)), len({*everything})
+            first += len(item)
     pinned = Counter(core for own, _, _ in mine.values() for core in own)
     on_cpu = {core for i, (own, *_) in mine.items() if devices[i].kind == "cpu" for core in own}
     together = tuple(core for core in cores if core in on_cpu)
@@ -245,7 +247,7 @@ TOO_MANY_PER_CORE = 8
 """So many CPU workers for each core that they may use are a mistake."""
 
 
-def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: int) -> str:
+def check_cores(devices: Sequence[Device], shares: Mapping[int, CoreShare], cpus: int) -> str:
     """Compare the CPU workers of a pool with the cores that they may use.
 
     Args:
@@ -259,9 +261,7 @@ def check_cores(devices: Sequence[Device], shares: Mapping[int, object], cpus: i
     Raises:
         InvalidInputError: So many share one that the number must be a mistake.
     """
-    own = [
-        w.cores for i, w in shares.items() if isinstance(w, CoreShare) and devices[i].kind == "cpu"
-    ]
+    own = [share.cores for i, share in shares.items() if devices[i].kind == "cpu"]
     count = min(cpus, len({core for cores in own for core in cores}))
     if len(own) >= max(1, count) * TOO_MANY_PER_CORE:
         raise InvalidInputError(
@@ -495,15 +495,13 @@ class ProcessPlan:
     Attributes:
         device: What it runs on.
         share: Its cores.
-        missing: Why it has none; empty if it has.
         rank: Its rank in its group; 0 if the model is not cut.
         card_workers: How many workers of the pool its card has; 1 on other devices.
         shares_weights: Whether it may hold the weights on its card once with the card's other workers.
     """
 
     device: Device
-    share: CoreShare = NOT_PINNED
-    missing: str = ""
+    share: CoreShare
     rank: int = 0
     card_workers: int = 1
     shares_weights: bool = False
@@ -600,12 +598,10 @@ def plan_pool(
     on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
     processes = []
     for index, device in enumerate(chosen):
-        found = shares.get(index, nowhere)
-        share = found if isinstance(found, CoreShare) else nowhere
+        share = shares.get(index, nowhere)
         process = ProcessPlan(
             device=device,
             share=share if may_be_wide else replace(share, wide_cores=()),
-            missing="" if isinstance(found, CoreShare) else str(found),
             rank=index % cut.ranks,
             card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
             shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,

@@ -43,7 +43,6 @@ from mcinfer.errors import (
     QueueFullError,
     ReadyTimeoutError,
     is_refusal,
-    say_once,
 )
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
 from mcinfer.private import SerializableModel, fill_streams, model_file
@@ -254,11 +253,7 @@ class Master:
             ClosedError: The master is closed, or was started before.
         """
         self._inbox.claim_start()
-        missing = [(i, one.missing) for i, one in enumerate(self._plan.processes) if one.missing]
         try:
-            if missing:
-                reasons = say_once(f"worker {i}: {reason}" for i, reason in missing)
-                self._inbox.refuse_start(BuildError(reasons))
             if self._in_memory is None and not os.path.lexists(self._path):
                 text = f"model: there is no file {self._path!r}"
                 self._inbox.refuse_start(ModelNotFoundError(text))

@@ -195,12 +195,8 @@ class Predictor:
         if wanted and not inline and usable_cpus() >= len(usable):
             own = self._cores.claim(usable, wanted)
             if own:
-                cores = []
-                for share in share_cores(devices, own).values():
-                    if isinstance(share, InvalidInputError):
-                        raise share
-                    cores.append(share.cores)
-                return replace(engine, cores=cores)
+                shares = share_cores(devices, own).values()
+                return replace(engine, cores=[share.cores for share in shares])
             _log.warning(
                 "%d of the cores %s were wanted, and fewer are free: other actors of this machine have them, "
                 "so the workers are not pinned. Ray counts more CPUs here than the machine has cores for, or "

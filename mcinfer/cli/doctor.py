@@ -193,9 +193,6 @@ def devices(devices: DevicesOption = None) -> None:
     except OSError as exc:
         why = f"no GPU was found: {exc}"
         lines = [why]
-    for share in shares.values():
-        if isinstance(share, InvalidInputError):
-            raise share
     for device in parsed:
         if device.kind in CARD_KINDS and device.index >= len(found):
             why = why or f"the last device that was found is {device.kind}:{len(found) - 1}"
