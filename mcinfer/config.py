@@ -2,9 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Annotated, Literal, get_args
 
 from mcinfer.checks import (
@@ -158,7 +157,6 @@ def share_cores(
     cores: Sequence[int],
     chosen: Sequence[Sequence[int]] | None = None,
     cpus: int | None = None,
-    near: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> dict[int, CoreShare]:
     """Distribute the usable cores over the workers of a pool.
 
@@ -166,16 +164,12 @@ def share_cores(
     if an index needs it. A device does not exist if its index is at least the number of CPU devices listed
     and at least the number of cores. `chosen` gives each worker its cores in place of a share.
 
-    `near` has the cores beside a card, by its index (`mcinfer.machine.cores_near`): the workers of all
-    cards beside the same cores get equal shares of these.
-
     A CPU quota (`cpus`, from `mcinfer.machine.whole_cpus`) is distributed as threads, as evenly as the
     cores. All cores are distributed whatever the quota is: a quota limits time, not place. If all containers
     of a host used only its first few cores, these would be overloaded while the others idle.
 
     Returns:
-        By worker index, for CPU workers and those of cards in `near`, or for all workers if cores were
-        chosen.
+        By worker index, for CPU workers, or for all workers if cores were chosen.
 
     Raises:
         InvalidInputError: A device, or a chosen core, does not exist.
@@ -195,15 +189,6 @@ def share_cores(
                     f"so the last device is cpu:{limit - 1}"
                 )
             mine[worker] = _part(cores, index, count), range(index, index + 1), count
-        beside: dict[tuple[int, ...], list[int]] = {}
-        for worker, device in enumerate(devices):
-            if device.kind in CARD_KINDS and device.index in near:
-                beside.setdefault(tuple(near[device.index]), []).append(worker)
-        for place, workers in beside.items():
-            for part, worker in enumerate(workers):
-                own, start = _part(place, part, len(workers)), part * len(place) // len(workers)
-                # A part of the quota for each of its cores, of as many as this process may use.
-                mine[worker] = own, range(start, start + len(own)), len(cores)
     else:
         everything = [core for item in chosen for core in item]
         if len(chosen) != len(devices):
@@ -218,8 +203,7 @@ def share_cores(
             mine[worker] = tuple(item), range(first, first + len(item)), len({*everything})
             first += len(item)
     pinned = Counter(core for own, _, _ in mine.values() for core in own)
-    on_cpu = {core for i, (own, *_) in mine.items() if devices[i].kind == "cpu" for core in own}
-    together = tuple(core for core in cores if core in on_cpu)
+    together = tuple(core for core in cores if core in pinned) if chosen is None else ()
     for worker, (own, parts, count) in mine.items():
         threads = None
         if cpus is not None and cpus < len(cores):
@@ -227,14 +211,13 @@ def share_cores(
             threads = min(len(own), max(1, stop - start))
         shared = any(pinned[core] > 1 for core in own)
         most = len(together) if cpus is None else min(cpus, len(together))
-        equal = chosen is None and devices[worker].kind == "cpu"
         shares[worker] = CoreShare(
             cores=own,
             shared=shared,
             threads=threads,
-            wide_cores=together if equal and most > (threads or len(own)) else (),
+            wide_cores=together if most > (threads or len(own)) else (),
         )
-    return dict(sorted(shares.items()))
+    return shares
 
 
 def _part(cores: Sequence[int], part: int, parts: int) -> tuple[int, ...]:
@@ -298,7 +281,7 @@ class EngineOptions(Options):
         streams: The same for OpenVINO, by its own word, on CPUs and graphics processors: its streams have
             threads of their own, and one copy of the weights. ``None`` is one.
         cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
-            for a CPU worker, of those of the card's NUMA node, if known, for a worker on a card.
+            for a CPU worker; a worker on a card has none, and those of the card's NUMA node may suit it.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
             weights: ``"auto"`` (if the weights have at least 16 MiB), ``"always"``, ``"never"``. If
             preparation is impossible, the model is loaded as it is. Only for ONNX Runtime, on the CPU and on
@@ -546,13 +529,11 @@ def plan_pool(
     inline_threads: int | None = None,
     cores: Sequence[int],
     cpus: int,
-    near: Callable[[Sequence[Device]], Mapping[int, Sequence[int]]],
 ) -> PoolPlan:
     """The processes of a pool with these options; the first seven arguments are those of `mcinfer.Master`.
 
     `cores` are those that this process may use, and `cpus` is how many threads can run there
-    (`mcinfer.machine.whole_cpus`). `near` finds the cores beside each card among devices, by its index
-    (`mcinfer.machine.cores_near`).
+    (`mcinfer.machine.whole_cpus`).
 
     Raises:
         InvalidInputError: The options do not fit the devices, or each other.
@@ -581,7 +562,7 @@ def plan_pool(
         )
     if cut.ranks > 1:
         _check_cut(cut, engine, options)
-    shares = share_cores(chosen, cores, options.cores, cpus, {} if options.cores else near(chosen))
+    shares = share_cores(chosen, cores, options.cores, cpus)
     nowhere = CoreShare(threads=1 if threads > 1 else cpus if cpus < len(cores) else None)
     may_be_wide = (
         not options.threads

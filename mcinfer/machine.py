@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mcinfer.config import CARD_KINDS, Device
 from mcinfer.errors import spans
 
 _ROOT = Path("/")
@@ -20,9 +19,6 @@ _ROOT = Path("/")
 _GPU_FIELDS = "index,uuid,pci.bus_id,driver_version,compute_mode,memory.total,memory.free,name"
 
 _EXCEEDS_LIMITS = 1 << 24 | 1 << 21  # CAP_SYS_RESOURCE and CAP_SYS_ADMIN (capabilities(7))
-
-_PLACING_SECONDS = 5.0  # to wait for the driver where a pool would do without it
-
 
 # Memory and processors.
 
@@ -257,24 +253,6 @@ def nvidia_smi(timeout: float, *arguments: str) -> str:
         words = (done.stderr or done.stdout).decode(errors="replace")
         raise OSError(f"nvidia-smi: {' '.join(words.split()) or f'status {done.returncode}'}")
     return done.stdout.decode(errors="replace")
-
-
-def cores_near(devices: Sequence[Device], root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
-    """By index of a card among `devices`, the usable cores of its NUMA node.
-
-    A card whose node is unknown, or has no usable core, is left out. The driver is asked only if there is a
-    card; where it does not answer, no card is known.
-    """
-    cards = {device.index for device in devices if device.kind in CARD_KINDS}
-    if not cards:
-        return {}
-    try:
-        found = gpus(_PLACING_SECONDS, root)
-    except OSError:  # a worker that needs the driver says more about it
-        return {}
-    nodes = numa_nodes(root)
-    near = {gpu.index: nodes.get(gpu.node, ()) for gpu in found if gpu.node is not None}
-    return {index: near[index] for index in sorted(cards) if near.get(index)}
 
 
 def visible_gpus(found: Sequence[Gpu], chosen: str) -> tuple[Gpu, ...]:

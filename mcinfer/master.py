@@ -44,7 +44,7 @@ from mcinfer.errors import (
     ReadyTimeoutError,
     is_refusal,
 )
-from mcinfer.machine import cores_near, usable_memory, whole_cpus
+from mcinfer.machine import usable_memory, whole_cpus
 from mcinfer.private import SerializableModel, fill_streams, model_file
 from mcinfer.protocol import Build, encode
 from mcinfer.requests.learning import Learner
@@ -180,7 +180,6 @@ class Master:
             inline_threads=inline_threads,
             cores=sorted(os.sched_getaffinity(0)),
             cpus=whole_cpus(),
-            near=cores_near,
         )
         if self._plan.warning:
             _log.warning("%s", self._plan.warning)

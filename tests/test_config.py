@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -128,7 +128,6 @@ def plan(devices: Any = None, cores: int = 4, cpus: int | None = None, **given: 
         **(options | given),
         cores=range(cores),
         cpus=cpus or cores,
-        near=lambda devices: {0: (cores - 2, cores - 1)} if Device("cuda", 0) in devices else {},
     )
 
 
@@ -168,11 +167,11 @@ def test_a_model_that_is_cut_has_groups_of_ranks() -> None:
             plan(**default | some)
 
 
-def test_workers_of_one_card_share_its_weights_and_the_cores_beside_it() -> None:
+def test_workers_of_one_card_share_its_weights_and_are_not_pinned() -> None:
     pool = plan(["cuda:0", "cuda:0", "cuda:1", "cpu:0"])
     assert [one.shares_weights for one in pool.processes] == [True, True, False, False]
     assert [one.card_workers for one in pool.processes] == [2, 2, 1, 1]
-    assert [one.share.cores for one in pool.processes] == [(2,), (3,), (), (0, 1, 2, 3)]
+    assert [one.share.cores for one in pool.processes] == [(), (), (), (0, 1, 2, 3)]
     for some in ({"engine": "fake"}, {"options": EngineOptions(prepare="never")}):
         assert not any(one.shares_weights for one in plan(["cuda:0", "cuda:0"], **some).processes)
 
@@ -252,7 +251,7 @@ def test_more_workers_than_cores_are_warned_of_and_many_more_are_refused(
 
 def test_workers_are_counted_against_the_cores_that_were_chosen_and_cards_have_none() -> None:
     devices = parse_devices(["cpu:0", "cpu:1", "cuda:0"], 4)
-    assert check_cores(devices, share_cores(devices, range(4), near={0: [0]}), 4) == ""
+    assert check_cores(devices, share_cores(devices, range(4)), 4) == ""
     assert check_cores(devices[2:], share_cores(devices[2:], range(4)), 4) == ""
     chosen = share_cores(devices, range(4), [[3], [3], [3]])
     assert check_cores(devices, chosen, 4).startswith("devices: 2 workers share 1 usable CPU cores")
@@ -263,41 +262,6 @@ def test_device_that_does_not_exist_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"cpu:4 does not exist.* the last device is cpu:3"):
         share_cores(devices, [0, 1, 2, 3])
     assert [*share_cores(devices, range(5))] == [0, 1]  # none for the card
-
-
-def placed(
-    devices: str, near: Mapping[int, tuple[int, ...]], cpus: int | None = None
-) -> dict[int, tuple[tuple[int, ...], bool, int | None]]:
-    parsed = [Device.parse(device) for device in devices.split()]
-    shares = share_cores(parsed, range(8), cpus=cpus, near=near)
-    return {i: (share.cores, share.shared, share.threads) for i, share in shares.items()}
-
-
-def test_workers_of_cards_get_equal_shares_of_the_cores_beside_them() -> None:
-    near = {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
-    two_each = placed("cuda:0 cuda:1 cuda:0 cuda:1", near)
-    assert [share[0] for share in two_each.values()] == [(0, 1), (4, 5), (2, 3), (6, 7)]
-    assert not any(shared for _, shared, _ in two_each.values())
-    # Two cards beside the same cores; another kind of the same card; one whose place is unknown.
-    same = {0: (4, 5, 6), 1: (4, 5, 6)}
-    assert placed("cuda:0 tensorrt:1 cuda:2 ascend:0", same) == {
-        0: ((4,), False, None),
-        1: ((5, 6), False, None),
-    }
-    assert [s[0] for s in placed("cuda:0 cuda:0 cuda:0", {0: (4, 5)}).values()] == [
-        (4,),
-        (4,),
-        (5,),
-    ]
-
-
-def test_workers_of_cards_share_cores_and_a_quota_with_those_of_the_cpu() -> None:
-    shares = placed("cuda:0 cpu:0 cpu:1", {0: (4, 5)}, cpus=4)
-    assert shares == {
-        0: ((4, 5), True, 1),
-        1: ((0, 1, 2, 3), False, 2),
-        2: ((4, 5, 6, 7), True, 2),
-    }
 
 
 @pytest.mark.parametrize(
@@ -334,7 +298,7 @@ def test_chosen_cores_that_do_not_fit_are_refused(chosen: list[list[int]], text:
 def test_worker_knows_the_cores_of_all_on_the_cpu_where_more_threads_can_run_there(
     devices: list[str], cpus: int | None, wide_cores: tuple[int, ...]
 ) -> None:
-    shares = share_cores(parse_devices(devices, 4), range(4), cpus=cpus, near={0: (2, 3)})
+    shares = share_cores(parse_devices(devices, 4), range(4), cpus=cpus)
     found = {
         s.wide_cores for s in shares.values() if isinstance(s, CoreShare) and s != shares.get(2)
     }

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer import machine
-from mcinfer.config import Device
 from mcinfer.machine import Gpu, oom_kills
 
 CORES = os.sched_getaffinity(0)
@@ -226,25 +225,6 @@ def test_gpus_are_those_that_the_driver_tells_of_and_cuda_leaves(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(OSError, match="CUDA_VISIBLE_DEVICES='' leaves none of 3"):
         machine.gpus()
-
-
-def test_cores_near_a_card_are_the_usable_ones_of_its_node(
-    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, of: Machine
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 9})
-    nodes, devices = "sys/devices/system/node", "sys/bus/pci/devices"
-    files = {f"{nodes}/node0/cpulist": "0-3", f"{nodes}/node1/cpulist": "4-7"}
-    for bus, node in {"0000:3b:00.0": "1", "0000:af:00.0": "-1", "0000:d8:00.0": "0"}.items():
-        files[f"{devices}/{bus}/numa_node"] = node
-    root = of("", **files)
-    cards = [*map(Device.parse, ("cuda:0", "cuda:0", "cuda:1", "tensorrt:0", "cuda:2", "cuda:3"))]
-    assert machine.cores_near(cards, root) == {}  # nobody knows the cards
-    nvidia_smi(SMI)
-    assert machine.cores_near(cards, root) == {0: (4, 5)}
-    nvidia_smi(f"touch {root}/asked; {SMI}")
-    assert machine.cores_near([Device("cpu", 0)], root) == {}
-    assert not (root / "asked").exists()
 
 
 def test_driver_that_fails_is_quoted(nvidia_smi: Callable[[str], None]) -> None:

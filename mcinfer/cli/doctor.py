@@ -182,7 +182,7 @@ def devices(devices: DevicesOption = None) -> None:
     """The cores and GPUs of this machine, and the cores of each worker of a pool."""
     cores, cpus = sorted(os.sched_getaffinity(0)), machine.whole_cpus()
     parsed = parse_devices(devices, cpus)
-    shares = share_cores(parsed, cores, cpus=cpus, near=machine.cores_near(parsed))
+    shares = share_cores(parsed, cores, cpus=cpus)
     found: Sequence[Gpu] = ()
     try:
         found, driver = gpus_and_driver()

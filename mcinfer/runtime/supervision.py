@@ -43,7 +43,6 @@ from mcinfer.scheduler.workers import PoolRules
 from mcinfer.statistics import Health, WorkerStatistics
 
 _LOOK_INTERVAL = 1.0  # seconds between two looks at workers' memory
-_HEALTH_INTERVAL = 0.2  # seconds between two checks of `wait_ready`
 _MAX_NOTES = 100  # different notes that are logged
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}

@@ -1,6 +1,5 @@
 """Pools on a real card: what an emulated one cannot show."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import onnxruntime as ort
 import pytest
 
 from mcinfer import Master, PredictError
-from mcinfer.config import Device
 from mcinfer.examples import encoder
-from mcinfer.machine import cores_near, gpus
+from mcinfer.machine import gpus
 from tests.gpu.cards import IMAGES, Cards, check, why_no_card
 from tests.text_models import text_model
 
@@ -76,13 +74,3 @@ def test_tensorrt_serves_by_its_name(cards: Cards, expected: Any) -> None:
     with Master(encoder(), ["cuda:0"], options=options) as master:
         assert master.statistics().workers[0].providers[0] == "TensorrtExecutionProvider"
         check(master.predict({"image": IMAGES}), expected)
-
-
-def test_workers_run_on_the_cores_beside_their_card(pool: Master) -> None:
-    near = cores_near([Device("cuda", 0), Device("cuda", 1)])
-    if not near:
-        pytest.skip("the kernel does not say beside which cores the card is")
-    for worker in pool.statistics().workers:
-        assert worker.pid is not None
-        place = near.get(Device.parse(worker.device).index)
-        assert place is None or os.sched_getaffinity(worker.pid) <= {*place}
