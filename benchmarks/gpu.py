@@ -44,9 +44,9 @@ from models import BERT, Arrays, Model, encoder_model, normal, unet_inputs, unet
 
 from mcinfer import EngineOptions, Master, McinferError
 from mcinfer.cards.cuda import Card
+from mcinfer.cards.nvidia_smi import gpus
 from mcinfer.cli.probes import gpus_and_driver
 from mcinfer.config import Device
-from mcinfer.machine import gpus
 
 DEVICE = "cuda:0"
 WORKERS = (1, 2, 4)

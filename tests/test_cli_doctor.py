@@ -21,6 +21,7 @@ from onnx import helper
 from onnxruntime.datasets import get_example
 
 import mcinfer
+from mcinfer.cards.nvidia_smi import Gpu
 from mcinfer.cli import main
 from mcinfer.cli.doctor import (
     Finding,
@@ -40,7 +41,7 @@ from mcinfer.cli.probes import (
     installed_runtime,
     mps_folder,
 )
-from mcinfer.machine import Gpu, cpu_quota, format_core_list
+from mcinfer.machine import cpu_quota, format_core_list
 from tests.command_line import FLOAT, Capture, only_line, save
 
 CORES = sorted(os.sched_getaffinity(0))

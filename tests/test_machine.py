@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer import machine
-from mcinfer.machine import Gpu, oom_kills
+from mcinfer.machine import oom_kills
 
 CORES = os.sched_getaffinity(0)
 V1_GROUPS = "9:cpu,cpuacct:/x\n4:memory:/docker/a\n3:pids:/docker/a\n1:name=systemd:/\n"
@@ -148,100 +147,3 @@ def test_nodes_have_the_usable_cores(of: Machine, monkeypatch: pytest.MonkeyPatc
 @given(st.sets(st.integers(0, 300)))
 def test_list_of_cores_can_be_read_again(cores: set[int]) -> None:
     assert machine.parse_core_list(machine.format_core_list([*cores])) == tuple(sorted(cores))
-
-
-# GPUs.
-
-
-H200 = Gpu(index=0, uuid="GPU-c0ffee", name="NVIDIA H200", memory_bytes=143771 << 20)
-OTHER = Gpu(index=1, uuid="GPU-c0de", name="A, B")
-
-
-@pytest.mark.parametrize(
-    ("chosen", "left"),
-    [
-        ("0,1", [H200, OTHER]),
-        ("1, 0", [OTHER, H200]),
-        ("GPU-c0de,GPU-c0ffee", [OTHER, H200]),
-        ("GPU-c0f", [H200]),
-        ("GPU-c0", []),  # which of them
-        ("-1", []),
-        ("0,2,1", [H200]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_gpus_are_those_that_cuda_leaves_in_its_order(chosen: str, left: list[Gpu]) -> None:
-    expected = [replace(gpu, index=index) for index, gpu in enumerate(left)]
-    assert [*machine.visible_gpus([H200, OTHER], chosen)] == expected
-
-
-@pytest.fixture
-def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a program of that name in the place of all others."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def write(script: str) -> None:
-        path = tmp_path / "nvidia-smi"
-        path.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
-        path.chmod(0o755)
-
-    return write
-
-
-SMI_LINES = (
-    "0, GPU-a, 00000000:3B:00.0, 580.65.06, Default, 2, 1, $1",
-    "1, GPU-b, 00010000:AF:00.0, [N/A], [N/A], [N/A], [Not Supported], A, B",
-    "2, GPU-c, 00000000:D8:00.0, 580.65.06, Exclusive_Process, 2, 2, C",
-    "No devices",
-)
-SMI = "; ".join(f'echo "{line}"' for line in SMI_LINES)
-
-
-def test_gpus_are_those_that_the_driver_tells_of_and_cuda_leaves(
-    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, of: Machine
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    nvidia_smi(SMI)
-    devices = "sys/bus/pci/devices"
-    root = of(
-        "", **{f"{devices}/0000:3b:00.0/numa_node": "1", f"{devices}/0000:d8:00.0/numa_node": "-1"}
-    )
-    first, second, third = machine.gpus(root=root)
-    assert first == Gpu(
-        index=0,
-        uuid="GPU-a",
-        name=f"--query-gpu={machine._GPU_FIELDS}",
-        memory_bytes=2 << 20,
-        free_bytes=1 << 20,
-        bus_id="0000:3b:00.0",
-        driver="580.65.06",
-        compute_mode="Default",
-        node=1,
-    )
-    assert second == Gpu(index=1, uuid="GPU-b", name="A, B", bus_id="0000:af:00.0")
-    assert (third.compute_mode, third.node) == ("Exclusive_Process", None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    assert machine.gpus() == (replace(second, index=0),)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(OSError, match="CUDA_VISIBLE_DEVICES='' leaves none of 3"):
-        machine.gpus()
-
-
-def test_driver_that_fails_is_quoted(nvidia_smi: Callable[[str], None]) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no nvidia-smi"):
-        machine.gpus()
-    nvidia_smi("exit 0")
-    with pytest.raises(OSError, match="nvidia-smi names none"):
-        machine.gpus()
-    nvidia_smi("echo cannot talk to\necho the driver; exit 9")
-    with pytest.raises(OSError, match="nvidia-smi: cannot talk to the driver"):
-        machine.gpus()
-    nvidia_smi("exit 9")
-    with pytest.raises(OSError, match="nvidia-smi: status 9"):
-        machine.gpus()
-
-
-def test_driver_that_hangs_is_not_waited_for(nvidia_smi: Callable[[str], None]) -> None:
-    nvidia_smi("while true; do :; done")
-    with pytest.raises(TimeoutError, match=r"nvidia-smi gave no answer in 0\.05 s"):
-        machine.gpus(0.05)

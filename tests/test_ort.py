@@ -19,7 +19,8 @@ from onnx import parser
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer import errors as own
-from mcinfer import machine, ort
+from mcinfer import ort
+from mcinfer.cards import nvidia_smi
 from mcinfer.config import Device, EngineOptions
 from mcinfer.ort import errors, options, values
 from mcinfer.ort import providers as chosen
@@ -271,7 +272,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise OSError("nvidia-smi is not installed")
         return tuple(type("Gpu", (), {"index": int(one.removeprefix("cuda:"))})() for one in found)
 
-    monkeypatch.setattr(machine, "gpus", gpus)
+    monkeypatch.setattr(nvidia_smi, "gpus", gpus)
     available = ["TensorrtExecutionProvider", CUDA, AZURE, CPU]
     monkeypatch.setattr(native, "get_available_providers", lambda: available)
     return found

@@ -24,6 +24,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from mcinfer import machine
+from mcinfer.cards.nvidia_smi import Gpu
 from mcinfer.cli.options import DevicesOption
 from mcinfer.cli.probes import (
     Driver,
@@ -47,7 +48,6 @@ from mcinfer.config import (
 from mcinfer.engines.names import DEFAULT_ENGINE, ENGINES
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
 from mcinfer.extras import install, version_of
-from mcinfer.machine import Gpu
 
 _TASKS_OF_A_MASTER = 8
 _TASKS_OF_A_WORKER = 8

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcinfer import machine
+from mcinfer.cards import nvidia_smi
+from mcinfer.cards.nvidia_smi import Gpu
 from mcinfer.errors import EngineError
-from mcinfer.machine import Gpu
 from mcinfer.process import command, environment, import_path
 
 _PROGRAM_SECONDS = 300.0
@@ -127,11 +127,11 @@ class Driver:
 
 
 def gpus_and_driver() -> tuple[Sequence[Gpu], Driver]:
-    """The GPUs of this machine, at least one; raises as `mcinfer.machine.gpus` does."""
-    found, match = machine.gpus(), None
+    """The GPUs of this machine, at least one; raises as `mcinfer.cards.nvidia_smi.gpus` does."""
+    found, match = nvidia_smi.gpus(), None
     with suppress(OSError):  # the cards are there, whatever becomes of a second question
         # No field of a query has it; it stands above every report of ``nvidia-smi -q``.
-        report = machine.nvidia_smi(_SMI_SECONDS, "--query", "--display=COMPUTE")
+        report = nvidia_smi.ask(_SMI_SECONDS, "--query", "--display=COMPUTE")
         match = re.search(r"CUDA (?:\w+ )?Version\s*:\s*(\d[\d.]*)", report)
     return found, Driver(found[0].driver, match[1] if match else "", mps_folder())
 

@@ -102,7 +102,7 @@ def _on_cards(
     if index is not None:
         devices = [f"cuda:{index}"]
     else:
-        from mcinfer.machine import gpus  # which inline sessions do not need
+        from mcinfer.cards.nvidia_smi import gpus  # which inline sessions do not need
 
         try:
             devices = [f"cuda:{gpu.index}" for gpu in gpus()]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master
-from mcinfer.machine import gpus
+from mcinfer.cards.nvidia_smi import gpus
 
 IMAGES = np.random.default_rng(0).standard_normal((8, 3, 32, 32), np.float32)
 

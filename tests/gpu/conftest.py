@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import Master
+from mcinfer.cards.nvidia_smi import gpus
 from mcinfer.examples import encoder
-from mcinfer.machine import gpus
 from tests.emulated_cards import emulated_cards
 from tests.gpu.cards import IMAGES, Cards, why_no_card
 

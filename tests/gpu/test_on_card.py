@@ -9,8 +9,8 @@ import onnxruntime as ort
 import pytest
 
 from mcinfer import Master, PredictError
+from mcinfer.cards.nvidia_smi import gpus
 from mcinfer.examples import encoder
-from mcinfer.machine import gpus
 from tests.gpu.cards import IMAGES, Cards, check, why_no_card
 from tests.text_models import text_model
 
