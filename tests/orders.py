@@ -225,9 +225,9 @@ class Pool(Recorded):
         limited: bool = True,
     ) -> list[Order]:
         """A request comes to the scheduler as its caller comes."""
-        entry = Entry(number, rows, size, now, now, timeout, may_be_wide)
+        about = rows, size, now, now, timeout, may_be_wide, priority, join, limited
         handle: Any = self._inner
-        return self.since(handle.handle_request, now, entry, priority, join, limited=limited)
+        return self.since(handle.handle_request, now, Entry(number, *about))
 
     def since(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> list[Order]:
         orders = super().since(call, *args, **kwargs)

@@ -206,10 +206,8 @@ class Places(Line[Request]):
                 raise QueueFullError("others wait already for room in the queue")
             item.number = number
             about = (item.rows, item.size, item.called, now, item.timeout, item.may_be_wide)
-            entry = Entry(number, *about, item)
-            self._scheduler.handle_request(
-                now, entry, item.priority, item.join, limited=item.limited
-            )
+            entry = Entry(number, *about, item.priority, item.join, item.limited, item)
+            self._scheduler.handle_request(now, entry)
         except McinferError as exc:
             is_full = isinstance(exc, QueueFullError)
             if is_full and item.waits and self.wait(item, has_waited):

@@ -68,8 +68,11 @@ class Entry:
         queued: When it came here.
         timeout: Seconds from `called` to `deadline`.
         may_be_wide: Whether its one shard may have the whole CPU if it is alone.
+        priority: Higher ones go first.
+        join: For one shard that may go in one run with others of the same key: the key, and its rows.
+        limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not for a
+            part of a request that was accepted.
         request: What the sink knows it by.
-        may_join: Whether its one shard may go in one run with others.
         attempts: By shard, how often a worker got it.
         unanswered: How many shards have no reply yet.
         deaths: By shard, how each worker ended that died on it, or may have; in words.
@@ -87,8 +90,10 @@ class Entry:
     queued: float
     timeout: float
     may_be_wide: bool = False
+    priority: int = 0
+    join: tuple[Hashable, int] | None = None
+    limited: bool = True
     request: Any = None
-    may_join: bool = False
     deadline: float = field(init=False)
     attempts: list[int] = field(init=False)
     unanswered: int = field(init=False)
@@ -268,14 +273,11 @@ class Dispatch:
         self.joining = Joining(rules.max_batch_size, waits=not rules.max_delay)
         self._met = -math.inf  # when a request came last while another one was in flight
 
-    def enter(
-        self, entry: Entry, now: float, priority: int, join: tuple[Hashable, int] | None
-    ) -> None:
+    def enter(self, entry: Entry, now: float) -> None:
         """Give the shards of a new request to workers, or have them wait; see `Scheduler.handle_request`."""
         if self._table.in_flight > 1:
             self._met = now
         queue, request, given = self.queue, entry.number, []
-        entry.may_join = join is not None
         gathers = self._gathers
         waits = gathers or bool(queue.items)
         for shard in range(len(entry.rows)):
@@ -286,7 +288,7 @@ class Dispatch:
             waits = True  # nor is there one for the next shard
             # Waiting for company takes no more than half of the time that there is.
             due = entry.called + min(self.max_delay, entry.timeout / 2) if gathers else now
-            queue.add((request, shard), priority, *(join or (None, 0)), due)
+            queue.add((request, shard), entry.priority, *(entry.join or (None, 0)), due)
         for w, run in given:
             self._sink.send_run(w.index, run)
         if queue.items:
@@ -405,7 +407,7 @@ class Dispatch:
         for request, shard in run.members:
             entry = self._table.entries[request]
             rows += entry.rows[shard]
-            may_join &= entry.may_join
+            may_join &= entry.join is not None
         self.batch_sizes.add(rows)
         if may_join:
             self.joining.learn(rows, len(run.members), seconds, self._table.in_flight, now)

@@ -21,7 +21,7 @@ The rules:
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Literal
@@ -131,24 +131,8 @@ class Scheduler:
         self.lifecycle.note_start(self.workers[worker], pid, now)
         self._go_on(now)
 
-    def handle_request(
-        self,
-        now: float,
-        entry: Entry,
-        priority: int = 0,
-        join: tuple[Hashable, int] | None = None,
-        *,
-        limited: bool = True,
-    ) -> None:
+    def handle_request(self, now: float, entry: Entry) -> None:
         """A request came.
-
-        Args:
-            now: The time.
-            entry: The request, which is this object's once it is accepted.
-            priority: Higher ones go first.
-            join: For one shard that may be joined with others of the same key: the key, and its rows.
-            limited: Whether there must be room for it (`check_room`), and the pool may not be draining; not
-                for a part of a request that was accepted.
 
         Raises:
             ClosedError: The pool is closed.
@@ -156,10 +140,10 @@ class Scheduler:
         """
         if self.lifecycle.closing or not self.lifecycle.started:
             raise ClosedError("the master is closed")
-        if self._phase == "draining" and limited:
+        if self._phase == "draining" and entry.limited:
             raise ClosedError("the master is closing: it finishes what it has, and takes no more")
         table, limits = self.table, self._limits
-        if limited and (table.in_flight >= limits.queue or limits.queue_bytes is not None):
+        if entry.limited and (table.in_flight >= limits.queue or limits.queue_bytes is not None):
             self.check_room(entry.size)
         table.accept(entry)
         if entry.deadline < self.due:
@@ -167,7 +151,7 @@ class Scheduler:
         if not self.lifecycle.is_steady and self.lifecycle.circuit_open:
             self._fail(entry, self.lifecycle.outage(now), now)
             return
-        self._dispatch.enter(entry, now, priority, join)
+        self._dispatch.enter(entry, now)
         if self.queue.items:
             self.due = min(self.due, self._dispatch.due)
 
