@@ -223,12 +223,14 @@ def how_it_ended(pid: int) -> str:
     """How a process that has ended did so, in words; only a zombie has a status."""
     if field_of(pid, STATE) != "Z":
         return "has ended"
-    status = int(field_of(pid, _EXIT_CODE) or 0)
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        names = {known.value: known.name for known in signal.Signals}
-        return f"was killed by {names.get(number, f'signal {number}')}"
-    return f"ended with status {os.WEXITSTATUS(status)}"
+    return describe_exit(os.waitstatus_to_exitcode(int(field_of(pid, _EXIT_CODE) or 0)))
+
+
+def describe_exit(code: int) -> str:
+    """A process's end in words; a negative code is the number of the signal that killed it."""
+    names = {known.value: known.name for known in signal.Signals}
+    signaled = names.get(-code, f"signal {-code}")
+    return f"exited with status {code}" if code >= 0 else f"killed by {signaled}"
 
 
 # Ending with the parent.

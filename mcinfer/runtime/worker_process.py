@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import socket
 import subprocess
 from collections import deque
@@ -34,6 +33,7 @@ from mcinfer.process import (
     Inherited,
     StackReport,
     command,
+    describe_exit,
     environment,
     field_of,
 )
@@ -344,7 +344,7 @@ class Gang:
             if process in ended and not self.killed:
                 status = process.wait()
                 if not (asked and status == 0):
-                    self._causes.append(f"{self._name(rank)} {_describe_exit(status)}")
+                    self._causes.append(f"{self._name(rank)} {describe_exit(status)}")
                     self._statuses.add(status)
         if self._causes:
             self.kill()
@@ -365,7 +365,7 @@ class Gang:
         statuses = [process.reap() for process in self.ranks]
         if self._causes:
             return f"ended: {'; '.join(self._causes)}", self._statuses
-        return _describe_exit(statuses[0]), {statuses[0]}
+        return describe_exit(statuses[0]), {statuses[0]}
 
     def abandon(self) -> None:
         """Free what this object owns; processes that still run lose their lifelines."""
@@ -390,13 +390,3 @@ class Gang:
     def own_bytes(self) -> int:
         """The resident memory of its own of the process that has most."""
         return max(process.own_bytes() for process in self.ranks)
-
-
-def _describe_exit(code: int) -> str:
-    """A process's end in words; a negative code is the number of the signal that killed it."""
-    if code >= 0:
-        return f"exited with status {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"

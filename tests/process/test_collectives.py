@@ -89,13 +89,13 @@ def test_killed_rank_is_an_error_in_all_that_wait_for_it(ranks: Ranks) -> None:
     )
     assert second.line() == "idle"
     second.send_signal(signal.SIGKILL)
-    text = f"RankDiedError: rank 1 (pid {second.pid}) was killed by SIGKILL"
+    text = f"RankDiedError: rank 1 (pid {second.pid}) killed by SIGKILL"
     assert_all_say([first, third, fourth], text)
 
 
 def test_rank_that_ends_without_close_is_an_error(ranks: Ranks) -> None:
     first, second = ranks(BARRIER, "sys.exit(5)")
-    assert first.line() == f"RankDiedError: rank 1 (pid {second.pid}) ended with status 5"
+    assert first.line() == f"RankDiedError: rank 1 (pid {second.pid}) exited with status 5"
 
 
 def test_stopped_rank_is_an_error_after_the_time_limit(ranks: Ranks) -> None:

@@ -178,7 +178,7 @@ def test_rank_killed_in_a_run_ends_the_others_which_build_again_with_a_new_one(
             killed.send_signal(signal.SIGKILL)
             failure = survivor.line()  # well within the time limit of an operation, 300 s
         assert failure.startswith("True predict failed! Error is ")
-        assert f"(pid {killed.pid}) was killed by SIGKILL" in failure
+        assert f"(pid {killed.pid}) killed by SIGKILL" in failure
         with start(ONCE, 0) as restarted:
             assert restarted.wait().status == 0
         ended = survivor.wait()
