@@ -153,24 +153,6 @@ def cpu_model(root: Path = _ROOT) -> str:
     return match[1] if match else os.uname().machine
 
 
-def numa_nodes(root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
-    """By NUMA node, its cores that this process may use (``cpulist``); empty if the kernel knows none."""
-    usable = os.sched_getaffinity(0)
-    nodes = {}
-    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        cores = parse_core_list(_read(folder / "cpulist"))
-        nodes[int(folder.name.removeprefix("node"))] = tuple(c for c in cores if c in usable)
-    return dict(sorted(nodes.items()))
-
-
-def parse_core_list(text: str) -> tuple[int, ...]:
-    """Read the kernel's format of a list of cores, ``0-3,8`` (admin-guide/cputopology.rst)."""
-    cores: list[int] = []
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        cores += range(int(first), int(last or first) + 1)
-    return tuple(cores)
-
-
 def format_core_list(cores: Sequence[int]) -> str:
     """The cores in the kernel's format, ascending: ``0-3,8``."""
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in spans(cores))

@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from onnx import helper
 from onnxruntime.datasets import get_example
 
@@ -40,6 +42,8 @@ from mcinfer.cli.probes import (
     gpus_and_driver,
     installed_runtime,
     mps_folder,
+    numa_nodes,
+    parse_core_list,
 )
 from mcinfer.machine import cpu_quota, format_core_list
 from tests.command_line import FLOAT, Capture, only_line, save
@@ -337,6 +341,21 @@ def test_sockets_and_cores_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert core_siblings(tmp_path) == (0, 0)  # of core 4 nothing is known
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     assert core_siblings(tmp_path) == (1, 2)
+
+
+def test_nodes_have_the_usable_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 9, 10})
+    for node, cores in ((0, "0-3,8-9"), (1, "4-7,10"), (2, ""), (10, "11\n")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores, encoding="ascii")
+    found = {0: (0, 1, 9), 1: (10,), 2: (), 10: ()}
+    assert [*numa_nodes(tmp_path).items()] == [*found.items()]
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_list_of_cores_can_be_read_again(cores: set[int]) -> None:
+    assert parse_core_list(format_core_list([*cores])) == tuple(sorted(cores))
 
 
 @pytest.mark.parametrize(

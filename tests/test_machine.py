@@ -6,8 +6,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mcinfer import machine
 from mcinfer.machine import oom_kills
@@ -128,22 +126,3 @@ def test_threads_are_limited_by_the_group_with_the_least_room(of: Machine) -> No
         "a/pids.current": "950",
     }
     assert machine.task_limit(of("0::/a/b\n", **cgroup(**files))) == (1000, 950)
-
-
-# How the cores lie.
-
-
-def test_nodes_have_the_usable_cores(of: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 9, 10})
-    nodes = "sys/devices/system/node"
-    root = of(
-        "", **{f"{nodes}/node{i}/cpulist": t for i, t in enumerate(["0-3,8-9", "4-7,10", ""])}
-    )
-    of("", **{f"{nodes}/node10/cpulist": "11\n", f"{nodes}/online": "0-2,10"})
-    assert machine.numa_nodes(root) == {0: (0, 1, 9), 1: (10,), 2: (), 10: ()}
-    assert [*machine.numa_nodes(root)] == [0, 1, 2, 10]
-
-
-@given(st.sets(st.integers(0, 300)))
-def test_list_of_cores_can_be_read_again(cores: set[int]) -> None:
-    assert machine.parse_core_list(machine.format_core_list([*cores])) == tuple(sorted(cores))

@@ -35,6 +35,7 @@ from mcinfer.cli.probes import (
     gpus_and_driver,
     installed_openvino,
     installed_runtime,
+    numa_nodes,
 )
 from mcinfer.cli.progress import counted
 from mcinfer.config import (
@@ -204,7 +205,7 @@ def devices(devices: DevicesOption = None) -> None:
     if physical:
         belong = "belongs" if len(cores) == 1 else "belong"
         print(f"  {belong} to {counted(physical, 'physical core')} of {counted(sockets, 'socket')}")
-    for node, mine in machine.numa_nodes().items():
+    for node, mine in numa_nodes().items():
         if mine:
             print(f"  NUMA node {node}: {machine.format_core_list(mine)}")
     print(f"  CPU quota: {quota_text(machine.cpu_quota(), len(cores))}", *lines, sep="\n")

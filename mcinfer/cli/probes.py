@@ -162,6 +162,24 @@ def gpu_order_doubt(count: int) -> str:
     return "numbered by bus; CUDA's order may be another one, unless CUDA_DEVICE_ORDER=PCI_BUS_ID"
 
 
+def numa_nodes(root: Path = Path("/")) -> dict[int, tuple[int, ...]]:
+    """By NUMA node, its cores that this process may use (``cpulist``); empty if the kernel knows none."""
+    usable = os.sched_getaffinity(0)
+    nodes = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        cores = parse_core_list((folder / "cpulist").read_text("ascii"))
+        nodes[int(folder.name.removeprefix("node"))] = tuple(c for c in cores if c in usable)
+    return dict(sorted(nodes.items()))
+
+
+def parse_core_list(text: str) -> tuple[int, ...]:
+    """Read the kernel's format of a list of cores, ``0-3,8`` (admin-guide/cputopology.rst)."""
+    cores: list[int] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        cores += range(int(first), int(last or first) + 1)
+    return tuple(cores)
+
+
 def core_siblings(root: Path = Path("/")) -> tuple[int, int]:
     """How many sockets and physical cores have this process's cores; (0, 0) if unknown (cputopology.rst)."""
     names = ("physical_package_id", "thread_siblings_list")
