@@ -72,9 +72,10 @@ class WeightStore:
         """
         arrays = check_weights(weights, self._by_name)
         for name in arrays:
-            if self._by_name[name].element_type == STRING:
+            spec = self._by_name[name]
+            if spec.element_type == STRING or ELEMENT_TYPES[spec.element_type].bits % 8:
                 raise InvalidInputError(
-                    f"weights: {name!r} holds strings, which cannot be replaced"
+                    f"weights: {spec} cannot be replaced, as strings and elements of less than a byte"
                 )
         # Not under the lock: an update that waits for memory must not hold up another one.
         sizes = [tensor_bytes(self._by_name[n].element_type, a.size) for n, a in arrays.items()]
@@ -83,11 +84,7 @@ class WeightStore:
         for name, array in arrays.items():
             spec, slot = self._by_name[name], slots[name]
             memory: Any = memoryview(slot.memory)
-            if ELEMENT_TYPES[spec.element_type].bits % 8:
-                halves = _pack(array)
-                np.ndarray(halves.shape, np.uint8, memory)[...] = halves
-            else:
-                self._copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
+            self._copier.copy(np.ndarray(array.shape, spec.dtype, memory), array)
             tensors[name] = (name, spec.element_type, array.shape, slot.block, slot.offset)
         with self._updating:
             before = self.current
@@ -117,14 +114,6 @@ class WeightStore:
         # Not under the lock: a signal's handler, or a finalizer, may come while its own thread holds it.
         now = self.current
         self.current = WeightVersion(number=now.number)
-
-
-def _pack(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """Four-bit elements two to a byte, low half first (onnx.proto, TensorProto.raw_data)."""
-    halves = np.zeros(array.size + array.size % 2, np.uint8)
-    halves[: array.size] = array.astype(np.int8).view(np.uint8).ravel() & 0x0F
-    halves[0::2] |= halves[1::2] << 4
-    return halves[0::2]
 
 
 def check_weights(
