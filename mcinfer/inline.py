@@ -82,8 +82,6 @@ _LAST_SECONDS = 1.0  # for the ends of threads, and for callbacks, at the close
 _LONGEST_WAIT = 86400.0  # seconds of one wait: Python takes no more than some years
 _MAX_PLANS = 256
 
-_NOT_ACCEPTED = Entry(-1, (), 0, 0.0, 0.0, 0.0)
-
 _shape = attrgetter("shape")
 
 
@@ -91,12 +89,12 @@ class Job(Outcome[Arrays]):
     """A call on its way.
 
     Attributes:
-        entry: That of the pool's table, once it is accepted.
+        entry: That of the pool's table, which gives it a number there.
         lane: Once it runs.
         here: Whether it runs in its caller's thread.
     """
 
-    __slots__ = ("answers", "arrays", "call", "entry", "here", "join", "lane", "plan", "weights")
+    __slots__ = ("answers", "arrays", "call", "entry", "here", "lane", "plan", "weights")
 
     def __init__(
         self, answers: "InlineAnswers", call: Call, arrays: Sequence[Any], plan: ShapePlan
@@ -107,8 +105,7 @@ class Job(Outcome[Arrays]):
         self.arrays = arrays
         self.plan = plan
         self.weights = call.weights
-        self.join: tuple[Any, int] | None = None
-        self.entry: Entry = _NOT_ACCEPTED
+        self.entry = Entry(-1, plan.cut.rows, plan.size, call.start, 0.0, call.timeout)
         self.lane: Any = None
         self.here = False
 
@@ -405,17 +402,15 @@ class InlinePool(Doors):
                 self.line or self.table.in_flight >= limits.queue or limits.queue_bytes
             ):
                 self._await_room(job, wait and limits.when_queue_full == "wait")
-            now, number, caller = monotonic(), next(self._numbers), threading.get_ident()
-            entry = job.entry = Entry(
-                number, job.plan.cut.rows, job.plan.size, call.start, now, call.timeout
-            )
-            entry.request = job
+            now, caller, entry = monotonic(), threading.get_ident(), job.entry
+            entry.number, entry.queued = next(self._numbers), now
             lane = self._lane_here() if here else None
             if lane is not None:
                 job.here, job.lane = True, lane
                 lane.caller, lane.jobs = caller, (job,)
             elif here and not wait:
                 return
+            entry.request = job
             self.table.accept(entry)
             if entry.deadline < self._look_at:
                 self._look_at = entry.deadline
@@ -483,7 +478,7 @@ class InlinePool(Doors):
                 self._queue.discard(shard)
             else:
                 due = call.start + min(self._rules.max_delay, call.timeout / 2)
-                key, rows = job.join or (None, 0)
+                key, rows = job.entry.join or (None, 0)
                 self._queue.add(shard, call.priority, key, rows, due)
         self._queue.end_holding(now)
         if lane is not None and (shards := self._queue.take(most=partial(self._most, now))):
@@ -540,7 +535,7 @@ class InlinePool(Doors):
                 runs = (sum(j.entry.rows[0] for j in jobs),) if is_joined else jobs[0].entry.rows
                 for rows in runs:
                     self._batch_sizes.add(rows)
-                if jobs[0].join is not None:
+                if jobs[0].entry.join is not None:
                     in_flight = self.table.in_flight
                     self._joining.learn(runs[0], len(jobs), seconds, in_flight, now)
                 self._counts.runs += len(runs)
@@ -743,7 +738,7 @@ class InlineAnswers(InputReader):
         job = self._job(call, copies)
         if not job.settled:
             if self._max_rows > 1 and call.joins and call.split_state.splits:
-                job.join = self._join(copies, job.plan, job.weights)
+                job.entry.join = self._join(copies, job.plan, job.weights)
             try:
                 self.pool.enter(job, wait=wait)
             except BaseException:  # also Ctrl-C
