@@ -591,13 +591,25 @@ def test_outputs_that_are_all_empty_come_without_a_block(served: Peer) -> None:
     assert served.fetch(reply.outputs[0]).shape == (3,)
 
 
-def test_answer_that_no_message_can_carry_fails_its_run(peer: Peer, tmp_path: Path) -> None:
+def test_answer_that_no_message_can_carry_fails_its_run_and_hands_over_no_block(
+    peer: Peer, tmp_path: Path
+) -> None:
     outputs = [[name, STRING, ["batch"], {"from": "x"}] for name in ("y", "z")]
-    peer.build(fake(tmp_path, inputs=[["x", STRING, ["batch"]]], outputs=outputs))
-    error = peer.fail([("x", STRING, (9,), None, ("x" * (1 << 20),) * 9)])
+    outputs += [[name, "float32", ["rows"], {"from": "w"}] for name in ("u", "v")]
+    inputs = [["x", STRING, ["batch"]], ["w", "float32", ["rows"]]]
+    peer.build(fake(tmp_path, inputs=inputs, outputs=outputs))
+    peer.attach(0)
+
+    def given(text: str, count: int, rows: int) -> list[TensorRef]:
+        return [("x", STRING, (count,), None, (text,) * count), ("w", "float32", (rows,), 0, 0)]
+
+    error = peer.fail(given("x" * (1 << 20), 9, 1))
     assert error.kind == "predict"
     assert "does not fit a message" in error.text
-    assert peer.ask([("x", STRING, (1,), None, ("a",))]).outputs[0][4] == ("a",)
+    for rows in (1000, 1):  # the block that was made for it is not large enough, and then it is
+        reply = peer.ask(given("a", 1, rows))
+        assert reply.outputs[0][4] == ("a",)
+        assert peer.fetch(reply.outputs[2]).shape == (rows,)
 
 
 @pytest.mark.parametrize("concurrent_runs", [1, 3])

@@ -461,10 +461,10 @@ def send_blocks(lifeline: Lifeline, *numbers: int) -> None:
 
 
 @pytest.mark.parametrize("from_master", [True, False])
-def test_blocks_pass_both_ways_in_any_order(lifelines: Ends, from_master: bool) -> None:
+def test_blocks_pass_both_ways_in_order(lifelines: Ends, from_master: bool) -> None:
     sender, receiver = lifelines if from_master else lifelines[::-1]
-    send_blocks(sender, 0, 1, 2, 3, -4)
-    for number in (3, 0, -4):  # the fixture sees whether the descriptors of 1 and 2 are left
+    send_blocks(sender, 0, 3, -4, 1)  # the fixture sees whether the descriptor of 1 is left
+    for number in (0, 3, -4):
         size, fd, token = receiver.receive_block(number)
         assert token == (TOKEN if number == 3 else b"")
         assert size == os.fstat(fd).st_size == 64 + abs(number)
@@ -478,23 +478,11 @@ def test_block_that_is_late_is_waited_for_and_one_never_sent_is_an_error(lifelin
     sender.start()
     os.close(worker.receive_block(3, timeout=PATIENCE)[1])
     sender.join()
-    send_blocks(master, 2)
     with pytest.raises(ProtocolError, match="descriptor of block 1 did not come"):
         worker.receive_block(1, timeout=0.01)
-    os.close(worker.receive_block(2)[1])  # it was kept
     master.close()
     with pytest.raises(ProtocolError, match="got 0 bytes"):
         worker.receive_block(1, timeout=PATIENCE)
-
-
-def test_blocks_that_nobody_asks_for_are_refused_past_the_fourth(lifelines: Ends) -> None:
-    master, worker = lifelines
-    with no_descriptor_left():
-        send_blocks(master, *range(5))
-        with pytest.raises(ProtocolError, match=r"got block 4 after \[0, 1, 2, 3\], expected 9"):
-            worker.receive_block(9)
-        for number in range(4):
-            os.close(worker.receive_block(number)[1])
 
 
 def test_block_without_a_free_descriptor_is_an_os_error(lifelines: Ends) -> None:
@@ -525,20 +513,15 @@ HEADER = (1).to_bytes(8, "little") + (64).to_bytes(8, "little")
 
 
 @pytest.mark.parametrize(
-    ("packets", "count"),
-    [
-        ([HEADER + bytes(513)], 1),
-        ([HEADER], 0),
-        ([HEADER, HEADER], 1),
-    ],
-    ids=["long", "no descriptor", "the same block twice"],
+    ("data", "count"),
+    [(HEADER + bytes(513), 1), (HEADER, 0), (HEADER, 2), (HEADER, 1)],
+    ids=["long", "no descriptor", "two", "another block"],
 )
-def test_what_is_no_block_leaves_no_descriptor(packets: list[bytes], count: int) -> None:
+def test_what_is_not_the_block_leaves_no_descriptor(data: bytes, count: int) -> None:
     with no_descriptor_left():
         lifeline, theirs = Lifeline.pair()
         fds = [os.memfd_create("test") for _ in range(count)]
-        for data in packets:
-            socket.send_fds(theirs, [data], fds)
+        socket.send_fds(theirs, [data], fds)
         close_all(fds)
         with pytest.raises(ProtocolError, match="got"):
             lifeline.receive_block(2)

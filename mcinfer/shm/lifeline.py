@@ -5,7 +5,6 @@ its end for hang-up and never reads it: a read would consume descriptors.
 """
 
 import errno
-import os
 import select
 import socket
 import struct
@@ -17,8 +16,6 @@ _HEADER = struct.Struct("<qQ")  # block number, size in bytes
 _GREETING_BYTES = 1 << 20
 _MOST_TOKEN = 512
 """Bytes of a token; one of a card's block has fewer."""
-_MAX_EARLY = 4
-"""Most blocks, with one descriptor each, that are kept before a message names them."""
 
 
 class Lifeline:
@@ -29,7 +26,6 @@ class Lifeline:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._received: dict[int, tuple[int, int, bytes]] = {}
 
     @classmethod
     def pair(cls) -> tuple["Lifeline", socket.socket]:
@@ -75,7 +71,7 @@ class Lifeline:
         send(self._socket, _HEADER.pack(number, size) + token, [fd])
 
     def receive_block(self, number: int, timeout: float = 0.0) -> tuple[int, int, bytes]:
-        """Take a block that the other side has handed over; up to four others that come first are kept.
+        """Take the next block that the other side has handed over.
 
         Args:
             number: The block's number.
@@ -85,43 +81,30 @@ class Lifeline:
             Size in bytes; a descriptor, now the caller's; the token, empty for a block in host memory.
 
         Raises:
-            ProtocolError: It did not come, or another thing than a block came.
+            ProtocolError: It did not come, or another block or thing came.
             OSError: This process has no descriptor left, which is not the other side's fault; the block
                 is lost.
         """
-        while number not in self._received:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            if not poll.poll(timeout * 1000):
-                raise ProtocolError(f"the descriptor of block {number} did not come")
-            try:
-                data, fds = receive(self._socket, _HEADER.size + _MOST_TOKEN)
-            except ConnectionError as exc:
-                raise ProtocolError(f"lifeline: {exc}") from exc
-            if len(data) < _HEADER.size or len(fds) != 1:
-                close_all(fds)
-                raise ProtocolError(
-                    f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected "
-                    f"at least {_HEADER.size} and 1"
-                )
-            (other, size), fd, token = _HEADER.unpack_from(data), fds[0], data[_HEADER.size :]
-            if other in self._received:
-                os.close(fd)
-                raise ProtocolError(f"lifeline: got block {other} twice")
-            if other != number and len(self._received) == _MAX_EARLY:
-                os.close(fd)
-                raise ProtocolError(
-                    f"lifeline: got block {other} after {[*self._received]}, expected {number}"
-                )
-            self._received[other] = (size, fd, token)
-        return self._received.pop(number)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            raise ProtocolError(f"the descriptor of block {number} did not come")
+        try:
+            data, fds = receive(self._socket, _HEADER.size + _MOST_TOKEN)
+        except ConnectionError as exc:
+            raise ProtocolError(f"lifeline: {exc}") from exc
+        if len(data) >= _HEADER.size and len(fds) == 1:
+            other, size = _HEADER.unpack_from(data)
+            if other == number:
+                return size, fds[0], data[_HEADER.size :]
+        close_all(fds)
+        raise ProtocolError(
+            f"lifeline: got {len(data)} bytes and {len(fds)} descriptors, expected block {number}"
+        )
 
     def hang_up(self) -> None:
         """End both directions, which a poll of either end shows."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket, and the descriptors that were not taken."""
-        close_all([fd for _, fd, _ in self._received.values()])
-        self._received.clear()
         self._socket.close()

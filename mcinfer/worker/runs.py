@@ -234,13 +234,19 @@ class OutputBlocks:
                 body = encode(reply)[REPLY_HEAD.size :]
             except ProtocolError as exc:
                 if block is not None:
-                    self._free.append(block)
+                    self._free.append(
+                        block
+                    )  # also a new one, which is handed over when it is named
                 text = f"the answer does not fit a message to the master: {exc}"
                 raise PredictError(text) from exc
             if len(self._bodies) == _MAX_BODIES:
                 self._bodies.clear()
             if len(body) <= MAX_REMEMBERED and not any(isinstance(i, Strings) for i in produced):
                 self._bodies[key] = body
+        if block is not None and block.fd >= 0:  # it is new
+            self._lifeline.send_block(block.number, block.size, block.fd)
+            block.close()  # the mapping stays
+            self._made[block.number] = block
         return REPLY_HEAD.pack(REPLY, *head) + body
 
     def _references(
@@ -272,11 +278,7 @@ class OutputBlocks:
         rounded = (
             size if size > _LARGEST_ROUNDED else max(_LEAST_BYTES, 1 << (size - 1).bit_length())
         )
-        block = Block.create(-next(self._numbers), rounded)
-        self._lifeline.send_block(block.number, block.size, block.fd)
-        block.close()  # the mapping stays
-        self._made[block.number] = block
-        return block
+        return Block.create(-next(self._numbers), rounded)
 
     def take_back(self, numbers: Sequence[int]) -> None:
         """These blocks may be filled again; others are of other ranks."""
