@@ -227,7 +227,6 @@ class Gang:
         self.running = len(ranks)
         self._said: list[deque[Message]] = [deque() for _ in ranks]
         self._outputs: list[str] = []
-        self._progress = (0.0, 0)
         self._build_failed = False
         # Why it ends: ranks that ended by themselves, or what one said.
         self._causes: list[str] = []
@@ -259,12 +258,10 @@ class Gang:
             if message.request is not None:
                 self._end(message.text)
                 return None
-        if not self.is_group:
+        if not self.is_group or isinstance(
+            message, Preparing
+        ):  # of whichever rank prepares the slices
             return message
-        if isinstance(message, Preparing):  # of whichever rank prepares the slices
-            self._progress = max(self._progress, (message.seconds, message.written))
-            seconds, written = self._progress
-            return replace(message, seconds=seconds, written=written)
         if self._build_failed:
             return None
         if isinstance(message, Error) and message.request is None and message.kind != "broken":
