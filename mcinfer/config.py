@@ -180,15 +180,14 @@ def share_cores(
     if chosen is None:
         indices = {i: device.index for i, device in enumerate(devices) if device.kind == "cpu"}
         limit = max(len(cores), len({*indices.values()}))
-        existing = {index for index in indices.values() if index < limit}
-        count = max(len(existing), *(index + 1 for index in existing), 1)
+        last = max(indices.values(), default=0)
+        if last >= limit:
+            raise InvalidInputError(
+                f"device cpu:{last} does not exist: {len(cores)} cores are usable here, "
+                f"so the last device is cpu:{limit - 1}"
+            )
         for worker, index in indices.items():
-            if index >= limit:
-                raise InvalidInputError(
-                    f"device cpu:{index} does not exist: {len(cores)} cores are usable here, "
-                    f"so the last device is cpu:{limit - 1}"
-                )
-            mine[worker] = _part(cores, index, count), range(index, index + 1), count
+            mine[worker] = _part(cores, index, last + 1), range(index, index + 1), last + 1
     else:
         everything = [core for item in chosen for core in item]
         if len(chosen) != len(devices):
@@ -204,10 +203,10 @@ def share_cores(
             first += len(item)
     pinned = Counter(core for own, _, _ in mine.values() for core in own)
     together = tuple(core for core in cores if core in pinned) if chosen is None else ()
-    for worker, (own, parts, count) in mine.items():
+    for worker, (own, parts, whole) in mine.items():
         threads = None
         if cpus is not None and cpus < len(cores):
-            start, stop = (part * cpus // count for part in (parts.start, parts.stop))
+            start, stop = (part * cpus // whole for part in (parts.start, parts.stop))
             threads = min(len(own), max(1, stop - start))
         shared = any(pinned[core] > 1 for core in own)
         most = len(together) if cpus is None else min(cpus, len(together))
