@@ -14,7 +14,6 @@ from mcinfer.bench.figures import (
     gains,
     latency,
     percentile,
-    pools,
     spread_of,
     under,
 )
@@ -27,7 +26,7 @@ OPEN = Load(batch=1, clients=64, rate=50.0)
 
 
 def figures_of(made: Report, name: str) -> Figures:
-    (load,) = made.loads()
+    (load,) = made.loads
     return next(figures for figures in under(made, load) if figures.way.name == name)
 
 
@@ -94,16 +93,6 @@ def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int)
     few = turn(least - 1.0, seconds=1.0)
     assert not percentile([few], fraction).known
     assert percentile([enough, few], fraction).known == (few.requests == 0)
-
-
-def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
-    ways = [way(f"pool-{n}", role="scaling", workers=n) for n in (4, 1)]
-    rates = {"pool-4": (300.0, 160.0), "pool-1": (100.0, 50.0)}
-    turns = {(name, LOAD): [*map(turn, each)] for name, each in rates.items()}
-    one, four = pools(report(ways, turns))
-    assert (one.way.workers, four.way.workers, four.speedup) == (1, 4, Spread((0.75, 0.8)))
-    alone = report(ways[:1], {("pool-4", LOAD): [turn()]})
-    assert not pools(alone)[0].speedup.known
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ def text_of(page: str) -> str:
 
 
 def hostile() -> Report:
-    """Ways that failed or did not keep up, with hostile names, and pools."""
-    pools = [way(f"pool-{n}", role="scaling", workers=n) for n in (1, 2)]
-    ways = [way("session"), way(HOSTILE), replace(way("pipe"), error=HOSTILE), *pools]
+    """Ways that failed or did not keep up, with hostile names."""
+    ways = [way("session"), way(HOSTILE), replace(way("pipe"), error=HOSTILE)]
     made = report(
         ways,
         {
@@ -34,8 +33,6 @@ def hostile() -> Report:
             (HOSTILE, CLOSED): [turn(failed=3, error=HOSTILE), turn()],
             ("session", OPEN): [turn(50.0)],
             (HOSTILE, OPEN): [turn(0.0, unfinished=100)],
-            ("pool-1", CLOSED): [turn()],
-            ("pool-2", CLOSED): [turn(180.0)],
         },
         name=HOSTILE,
     )

@@ -25,7 +25,7 @@ def test_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("path", "value", "says"),
     [
         (["schema"], None, "schema: got None, expected 'mcinfer.bench'"),
-        (["version"], 2, "version: got 2, expected 1"),
+        (["version"], 1, "version: got 1, expected 2"),
         (["model"], None, "model: "),
         (["ways", 0, "role"], "idle", r"ways\.0\.role: "),
         (["ways", 0, "name"], "other", r"measurements\.0\.way: got 'session'"),

@@ -46,7 +46,6 @@ class _Driver:
 
         for name in ("devices", "batches"):
             setup[name] = tuple(setup[name])
-        setup["worker_cores"] = tuple(map(tuple, setup["worker_cores"]))
         self.way = way_class(way)(Setup(**{**setup, "split": Split(**setup["split"])}))
         seconds = perf_counter() - begin
         if not isinstance(self.way.workers, int):

@@ -78,7 +78,7 @@ class Unit:
     sign: str = ""
 
 
-ONE, PERCENT, MEGABYTES = Unit(), Unit(0.01, "%"), Unit(1e6, "MB")
+ONE, MEGABYTES = Unit(), Unit(1e6, "MB")
 
 
 def time_unit(seconds: Iterable[float]) -> Unit:
@@ -181,8 +181,7 @@ class Figures:
     """The figures of one way under one load.
 
     Attributes:
-        base: The best baseline under this load, if there is one; for a pool of the scaling the pool of one
-            worker.
+        base: The best baseline under this load, if there is one.
     """
 
     way: Way
@@ -198,8 +197,7 @@ class Figures:
     def speedup(self) -> Spread:
         """How many times as fast as the base, within each repeat.
 
-        By throughput; in an open loop, where all that keep up have the same, by median latency. For a pool
-        over that of as many pools of one: 1 is ideal.
+        By throughput; in an open loop, where all that keep up have the same, by median latency.
         """
         base = self.base.turns if self.base else ()
         # A way that answers a part of the requests is not fast.
@@ -208,9 +206,8 @@ class Figures:
         pairs = zip(self.turns, base, strict=False)  # an interrupted benchmark has more of one
         if self.load.rate is not None:
             return spread_of(latency(other, 0.5) / latency(turn, 0.5) for turn, other in pairs)
-        times = self.way.workers if self.way.role == "scaling" else 1
         return spread_of(
-            turn.throughput / (times * other.throughput) if other.throughput > 0 else math.nan
+            turn.throughput / other.throughput if other.throughput > 0 else math.nan
             for turn, other in pairs
         )
 
@@ -270,30 +267,22 @@ def latency_unit(all_figures: Iterable[Figures]) -> Unit:
     return time_unit(figures.latency(0.5).low for figures in all_figures)
 
 
-def under(report: Report, load: Load, *, scaling: bool = False) -> tuple[Figures, ...]:
-    """All ways that were measured under a load, in the report's order; or the pools of the scaling."""
+def under(report: Report, load: Load) -> tuple[Figures, ...]:
+    """All ways that were measured under a load, in the report's order."""
     found = [
         Figures(report.way(m.way), load, m.turns)
         for m in report.measurements
-        if m.load == load and m.turns and (report.way(m.way).role == "scaling") == scaling
+        if m.load == load and m.turns
     ]
     bases = [f for f in found if f.way.role == "baseline" and f.sound]
-    if scaling:
-        bases = [f for f in found if f.way.workers == 1]
     base = max(bases, key=attrgetter("goodness"), default=None)
     return tuple(replace(figures, base=base) for figures in found)
-
-
-def pools(report: Report) -> tuple[Figures, ...]:
-    """The pools of the scaling, the smallest first; those that could not be measured are left out."""
-    found = (under(report, load, scaling=True) for load in report.loads("scaling"))
-    return tuple(sorted((f for each in found for f in each), key=lambda f: f.way.workers))
 
 
 def gains(report: Report) -> tuple[Figures, ...]:
     """Mcinfer's best way under each load that it and a baseline kept up with; under closed loops, if any."""
     found = []
-    for load in report.loads():
+    for load in report.loads:
         own = [each for each in under(report, load) if each.sound and each.way.role == "mcinfer"]
         best = max(own, key=attrgetter("goodness"), default=None)
         if best is not None and best.base is not None:
@@ -337,7 +326,6 @@ OF_LOADS = {
     "max": Term(lambda f: f.latency(1.0), None, _LATENCY),
     "overhead": Term(attrgetter("overhead"), None, "mean latency less the engine's own run"),
     "cores": Term(attrgetter("cores"), says="busy cores, on average"),
-    "efficiency": Term(attrgetter("speedup"), PERCENT),
 }
 """By name, what is known of `Figures`."""
 

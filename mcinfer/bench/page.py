@@ -25,7 +25,6 @@ from mcinfer.bench.figures import (
     gains,
     latency_unit,
     middle_text,
-    pools,
     range_text,
     under,
 )
@@ -41,7 +40,6 @@ class Bar:
     name: str
     spread: Spread
     kind: str
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,6 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     memory = [
         Bar(way.name, OF_WAYS["PSS"].of(way), "own" if way.role == "mcinfer" else "other")
         for way in report.ways
-        if way.role != "scaling"
     ]
     speed = []  # mcinfer's best way under each load, and below it the baseline that it is beside
     for gain in gains(report):
@@ -69,18 +66,12 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
         Chart(f"memory of all processes (PSS, {unit.sign})", memory, unit),
     ]
     more = []
-    for load in report.loads():
+    for load in report.loads:
         found = under(report, load)
         for name in ("rows/s", "p50", "p99"):
             unit = OF_LOADS[name].unit or latency_unit(found)
             title = f"{name} ({unit.sign}), {load}".replace(" ()", "")
             more.append(Chart(title, [_bar(f, OF_LOADS[name].of(f)) for f in found], unit))
-    if scaling := pools(report):
-        bars = [
-            _bar(p, p.rows, f"({texts.percent(p.speedup.middle)} of ideal)" * p.speedup.known)
-            for p in scaling
-        ]
-        more.append(Chart(f"scaling: rows/s, {scaling[0].load}", bars))
     return _known(first), _known(more)
 
 
@@ -89,9 +80,9 @@ def _known(found: Iterable[Chart]) -> list[Chart]:
     return [replace(chart, bars=bars) for chart, bars in known if bars]
 
 
-def _bar(figures: Figures, spread: Spread, note: str = "") -> Bar:
+def _bar(figures: Figures, spread: Spread) -> Bar:
     kind = "other" if figures.way.role == "baseline" else "own"
-    return Bar(texts.marked(figures), spread, kind if figures.sound else "bad", note)
+    return Bar(texts.marked(figures), spread, kind if figures.sound else "bad")
 
 
 # HTML. Names and texts of a report are escaped in `_text`, and nowhere else.
@@ -118,17 +109,16 @@ def _chart(chart: Chart) -> str:
         rows += (
             f'<tr><th scope="row">{_text(bar.name)}</th>'
             f'<td class="track"><span class="{bar.kind}" style="width: {100 * part:.1f}%"></span></td>'
-            f"<td>{_cell((bar.spread, chart.unit), bar.note)}</td></tr>\n"
+            f"<td>{_cell((bar.spread, chart.unit))}</td></tr>\n"
         )
     return f'<table class="chart">\n<caption>{_text(chart.title)}</caption>\n{rows}</table>'
 
 
-def _cell(cell: Cell, note: str = "") -> str:
+def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
         return _text(cell)
     range_ = range_text(*cell)
-    text = " ".join(filter(None, (middle_text(*cell), note)))
-    return _text(text) + (f"<small>{_text(range_)}</small>" if range_ else "")
+    return _text(middle_text(*cell)) + (f"<small>{_text(range_)}</small>" if range_ else "")
 
 
 def _table(grid: Grid) -> str:
@@ -159,7 +149,6 @@ def render(report: Report) -> str:
     }
     # Names that one text explains are together.
     glossary = groupby(GLOSSARY, key=GLOSSARY.__getitem__)
-    ways = [(way.name, way.text) for way in report.ways if way.role != "scaling"]
     return Template(template).substitute(
         name=_text(report.model.name),
         verdict=_text(texts.verdict(report)),
@@ -171,7 +160,7 @@ def render(report: Report) -> str:
         tables="\n".join(map(_table, grids(report))),
         notes=_paragraphs(texts.notes(report)),
         data=base64.b64encode(dump(report)).decode("ascii"),
-        ways=_terms(ways),
+        ways=_terms((way.name, way.text) for way in report.ways),
         glossary=_terms((", ".join(names), says) for says, names in glossary),
         facts=_terms(facts.items()),
     )

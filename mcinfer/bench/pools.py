@@ -19,7 +19,7 @@ class Concurrent(RunningWay):
         max_batch_size = setup.max_batch_size if self.joins else 1
         self.workers = len(setup.devices)
         given = engine_arguments(setup.engine)
-        given["options"] |= {"threads": setup.threads, "cores": setup.worker_cores or None}
+        given["options"]["threads"] = setup.threads
         self._master = Master(
             setup.model,
             setup.devices,

@@ -1,4 +1,4 @@
-"""The report of a benchmark, and its JSON file: the schema ``mcinfer.bench``, version 1.
+"""The report of a benchmark, and its JSON file: the schema ``mcinfer.bench``, version 2.
 
 docs/bench_report.md describes every field. All times are float seconds, all sizes bytes. Where something was
 measured several times there is one entry for each repeat, in the order of the repeats.
@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
 
-VERSION = 1
+VERSION = 2
 
 QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
 """Fractions at which latencies are kept: 0 is the least, 0.5 the median, 1 the greatest."""
@@ -21,7 +21,7 @@ QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
 OTHERS = "others_cores"
 """The fact about the machine that says how many cores other programs kept busy during the run."""
 
-Role = Literal["baseline", "mcinfer", "scaling"]
+Role = Literal["baseline", "mcinfer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Report:
     finished: bool = True
     quantiles: tuple[float, ...] = QUANTILES
     schema: Literal["mcinfer.bench"] = "mcinfer.bench"
-    version: Literal[1] = field(default=1)
+    version: Literal[2] = field(default=2)
 
     def way(self, name: str) -> Way:
         return {way.name: way for way in self.ways}[name]
@@ -170,10 +170,10 @@ class Report:
         found = (m for m in self.measurements if m.way == way and m.load == load)
         return next(found, None)
 
-    def loads(self, *roles: Role) -> tuple[Load, ...]:
-        """All loads that ways of these roles were measured under, in their order; default: all but pools."""
-        names = {w.name for w in self.ways if w.role in (roles or ("baseline", "mcinfer"))}
-        return tuple(dict.fromkeys(m.load for m in self.measurements if m.way in names))
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """All loads that ways were measured under, in their order."""
+        return tuple(dict.fromkeys(m.load for m in self.measurements))
 
 
 def _adapter() -> Any:

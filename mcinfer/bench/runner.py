@@ -54,7 +54,7 @@ from mcinfer.bench.report import (
 )
 from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.way import Setup
-from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
+from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import cpu_model, whole_cpus
 from mcinfer.master import Master
@@ -89,8 +89,7 @@ class BenchOptions:
         clients: Closed loops of so many clients, for each batch.
         rates: Open loops of so many requests a second, for each batch.
         seconds: Length of a turn, if `count` is 0.
-        scaling: Measure pools of fewer workers, too.
-        engines: Of mcinfer's modes, the first for pools of fewer workers; see `Setup.engine`.
+        engines: Of mcinfer's modes; see `Setup.engine`.
     """
 
     model: Path
@@ -107,7 +106,6 @@ class BenchOptions:
     warmup: float = 0.3
     max_batch_size: int = 8
     max_delay: float = 0.001
-    scaling: bool = True
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
     engines: tuple[str, ...] = (DEFAULT_ENGINE,)
@@ -187,14 +185,12 @@ class Contender:
     """A way that takes turns with others, and the results so far.
 
     Attributes:
-        text: That of a pool of the scaling; that of others is the way's own.
         errors: By error, the loads under which it came; no loads for one that ended the way.
     """
 
     name: str
     subject: Subject
     role: Role = "mcinfer"
-    text: str = ""
     errors: dict[str, list[str]] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -225,7 +221,7 @@ class Contender:
     def report(self) -> Way:
         return Way(
             name=self.name,
-            text=self.text or self.subject.text,
+            text=self.subject.text,
             role=self.role,
             engine=self.subject.engine,
             difference=self.subject.difference,
@@ -310,22 +306,16 @@ class Benchmark:
         self._machine = machine()
         self._busy_before = _busy_seconds()
         # As the master counts them: fewer than cores where there is a quota.
-        self._cpus = whole_cpus()
-        self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
+        self._devices = tuple(map(str, parse_devices(plan.devices, whole_cpus())))
         self._model = ModelSpec(inputs=(), outputs=())
         self._entries: list[Contender] = []
         self.done = 0
         self._finished = False
-        # 1, 2, 4, … and the whole pool's; none where there is but one worker.
-        scales = plan.scaling and len(self._devices) > 1
-        self._pool_sizes = powers(len(self._devices)) if scales else []
-        # Enough for the whole pool to have something to do all the time.
-        self._scaling_load = Load(batch=max(plan.batches), clients=2 * len(self._devices))
         ways = sum(way not in MODES for way in plan.ways)
         ways += sum(len(plan.modes(engine)) for engine in plan.engines)
-        turns = plan.repeats * (ways * len(plan.loads) + len(self._pool_sizes))
+        turns = plan.repeats * ways * len(plan.loads)
         self.turn_seconds = 0.0 if plan.count else turns * (plan.warmup + plan.seconds)
-        self.starts = plan.repeats * (ways + len(self._pool_sizes))
+        self.starts = plan.repeats * ways
         self.steps = turns + self.starts
 
     def run(self) -> Report:
@@ -335,7 +325,7 @@ class Benchmark:
             InvalidInputError: The plan does not fit the model.
             BuildError: mcinfer cannot load the model.
         """
-        plan, count = self._plan, len(self._devices)
+        plan = self._plan
         with prepared(
             plan.model,
             plan.batches,
@@ -354,12 +344,12 @@ class Benchmark:
                 max_delay=plan.max_delay,
             )
             # The role is not asked of the class, which would bring its runtime into this process.
-            main = [
+            self._entries = [
                 Contender(shown_name(way), Subject(way, setup, files), "baseline")
                 for way in plan.ways
                 if way not in MODES
             ]
-            main += [
+            self._entries += [
                 Contender(
                     way if engine == DEFAULT_ENGINE else f"{way}/{engine}",
                     Subject(way, replace(setup, engine=engine), files, expected),
@@ -367,19 +357,7 @@ class Benchmark:
                 for engine in plan.engines
                 for way in plan.modes(engine)
             ]
-            first = replace(setup, engine=plan.engines[0])
-            pools = [
-                Contender(
-                    f"pool-{size}",
-                    Subject("concurrent", self._pool(first, size), files),
-                    "scaling",
-                    f"mcinfer.submit over {size} of {count} workers",
-                )
-                for size in self._pool_sizes
-            ]
-            self._entries = [*main, *pools]
-            self._measure(main, plan.loads)
-            self._measure(pools, (self._scaling_load,))
+            self._measure()
         self._finished = True
         return self.report()
 
@@ -413,7 +391,7 @@ class Benchmark:
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(
                 Measurement(way=entry.name, load=load, turns=tuple(entry.turns[load]))
-                for load in dict.fromkeys((*plan.loads, self._scaling_load))
+                for load in plan.loads
                 for entry in self._entries
                 if entry.turns.get(load)
             ),
@@ -425,24 +403,12 @@ class Benchmark:
         """Whether any way has answered something."""
         return any(any(entry.turns.values()) for entry in self._entries)
 
-    def _pool(self, setup: Setup, size: int) -> Setup:
-        """A pool of fewer workers, each with the share of the device that it has in the whole pool."""
-        cores = sorted(os.sched_getaffinity(0))
-        shares = share_cores(parse_devices(self._devices, self._cpus), cores, cpus=self._cpus)
-        mine = [share for share in shares.values() if isinstance(share, CoreShare)][:size]
-        return replace(
-            setup,
-            devices=self._devices[:size],
-            threads=setup.threads or (mine[0].threads if mine else None),
-            worker_cores=tuple(share.cores for share in mine),
-        )
-
-    def _measure(self, entries: Sequence[Contender], loads: Sequence[Load]) -> None:
+    def _measure(self) -> None:
         plan = self._plan
         most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
         take_turns(
-            entries,
-            loads,
+            self._entries,
+            plan.loads,
             plan.repeats,
             self._show,
             patience=START_SECONDS,
@@ -451,7 +417,7 @@ class Benchmark:
             count=plan.count,
             warmup=plan.warmup,
             seed=plan.inputs.seed,
-            timeout=most + 2 * max(load.clients for load in loads) * REQUEST_SECONDS,
+            timeout=most + 2 * max(load.clients for load in plan.loads) * REQUEST_SECONDS,
         )
 
     def _show(self, entry: Contender, load: Load | None) -> None:

@@ -22,7 +22,6 @@ from mcinfer.bench.figures import (
     middle_text,
     number,
     plus_minus,
-    pools,
     spread_text,
     time_unit,
     under,
@@ -32,7 +31,6 @@ from mcinfer.bench.texts import printable
 
 _NAME_WIDTH = 16
 _COMPARED = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
-_SCALED = ("rows/s", "efficiency", "p50", "p99", "PSS", "USS")
 
 Cell = str | tuple[Spread, Unit]
 """Text as it is, or a figure."""
@@ -76,9 +74,9 @@ def _grid(
 
 
 def grids(report: Report) -> tuple[Grid, ...]:
-    """One of each load, one of what is known of a way whatever the load, and one of the scaling."""
+    """One of each load, and one of what is known of a way whatever the load."""
     found = []
-    for load in report.loads():
+    for load in report.loads:
         compared = under(report, load)
         unit = latency_unit(compared)
         asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
@@ -87,7 +85,7 @@ def grids(report: Report) -> tuple[Grid, ...]:
         title = f"{load} ({asked}{over}latency and overhead in {unit.sign})"
         named = [(texts.marked(figures), figures) for figures in compared]
         found.append(_grid(title, "way", _COMPARED, named, unit))
-    ways = [w for w in report.ways if w.role != "scaling" and (w.start_seconds or w.memory)]
+    ways = [w for w in report.ways if w.start_seconds or w.memory]
     times = time_unit(min(way.start_seconds, default=0.0) for way in ways)
     rows: list[tuple[Cell, ...]] = []
     for way in ways:
@@ -103,12 +101,6 @@ def grids(report: Report) -> tuple[Grid, ...]:
         rows = [(*row, difference_text(w.difference)) for row, w in zip(rows, ways, strict=True)]
     if rows:
         found.append(Grid(title="start and memory", header=header, rows=tuple(rows)))
-    if scaling := pools(report):
-        unit = latency_unit(scaling)
-        loads = ", ".join(dict.fromkeys(str(figures.load) for figures in scaling))
-        title = f"scaling: {loads} (latency in {unit.sign})"
-        named = [(f"{p.way.workers}{'' if p.sound else f' {FLAWED}'}", p) for p in scaling]
-        found.append(_grid(title, "workers", _SCALED, named, unit))
     return tuple(found)
 
 
@@ -120,8 +112,7 @@ def show(report: Report, console: Console) -> None:
         (texts.model_line(report), texts.machine_line(report), texts.settings_line(report), ""),
         console,
     )
-    ways = [way for way in report.ways if way.role != "scaling"]
-    print_lines((printable(f"{way.name}: {way.text}") for way in ways), console)
+    print_lines((printable(f"{way.name}: {way.text}") for way in report.ways), console)
     for grid in grids(report):
         console.print()
         show_grid(grid, console)

@@ -11,7 +11,6 @@ from mcinfer.bench.figures import (
     FLAWED,
     MEGABYTES,
     OF_WAYS,
-    PERCENT,
     SHORTEST_FOR_CORES,
     TO,
     Figures,
@@ -21,7 +20,6 @@ from mcinfer.bench.figures import (
     kept_up,
     middle_text,
     number,
-    pools,
     range_text,
     seconds_text,
     spread_of,
@@ -166,7 +164,7 @@ def _alone_text(report: Report, best: Figures) -> str:
 
     By the median latency of one client's requests of the fewest rows, in every repeat.
     """
-    loads = [load for load in report.loads() if load.rate is None and load.clients == 1]
+    loads = [load for load in report.loads if load.rate is None and load.clients == 1]
     least = min(loads, key=lambda load: load.batch, default=None)
     found = [each for each in under(report, least) if each.sound] if least else []
     mine = next((each for each in found if each.way.name == best.way.name), None)
@@ -186,7 +184,7 @@ def _alone_text(report: Report, best: Figures) -> str:
 
 
 def gain_lines(report: Report) -> tuple[str, ...]:
-    """For each load: mcinfer's speed-up, and whether it is clear; then the scaling."""
+    """For each load: mcinfer's speed-up, and whether it is clear."""
     lines = []
     for gain in gains(report):
         unclear = "measured once" if len(gain.speedup.values) < 2 else "no clear difference"
@@ -197,10 +195,6 @@ def gain_lines(report: Report) -> tuple[str, ...]:
         if gain.load.rate is not None:
             text = f"{own} answers {ratio} {TIMES} as fast as {other}"
         lines.append(f"{gain.load}: {text} ({clear}).")
-    for pool in pools(report)[-1:]:
-        if pool.way.workers > 1 and pool.speedup.known:
-            efficiency = spread_text(pool.speedup, PERCENT)
-            lines.append(f"Scaling efficiency, {pool.way.workers} workers: {efficiency} %.")
     return tuple(lines)
 
 
@@ -326,7 +320,7 @@ def _joined(start: str, parts: list[str], end: str) -> str:
 def _busy_text(report: Report) -> str:
     facts = (report.machine.get(key) for key in (OTHERS, "cores"))
     others, cores = (float(fact) if isinstance(fact, int | float) else 0.0 for fact in facts)
-    closed = [f for load in report.loads() if load.rate is None for f in under(report, load)]
+    closed = [f for load in report.loads if load.rate is None for f in under(report, load)]
     widths = [figures.rows.width for figures in closed if figures.sound]
     usual = median(widths) if widths else 0.0
     why = [f"other programs used {number(others)} cores"] * (others > _BUSY_PART * (cores or 1))
@@ -368,8 +362,7 @@ def remarks(report: Report) -> tuple[str, ...]:
 
 
 def _all_figures(report: Report) -> list[Figures]:
-    compared = [figures for load in report.loads() for figures in under(report, load)]
-    return [*compared, *pools(report)]
+    return [figures for load in report.loads for figures in under(report, load)]
 
 
 def notes(report: Report) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ class Setup:
         devices: One for each worker: ``("cpu:0", "cpu:1")``.
         engine: Of mcinfer's workers, and after a colon the precision: ``"openvino:bf16"``.
         threads: Threads of a worker's run; None: as many as the worker has cores.
-        worker_cores: By worker, the cores that it is pinned to; empty for equal shares of all.
         split: Where a request's rows lie, and how its outputs are joined.
         fixed_batch: The only number of rows that a run takes; None where it takes any.
         batches: Rows of the requests that will come; empty where that is not known.
@@ -46,7 +45,6 @@ class Setup:
     threads: int | None = None
     max_batch_size: int = 1
     max_delay: float = 0.0
-    worker_cores: tuple[tuple[int, ...], ...] = ()
     fixed_batch: int | None = None
     batches: tuple[int, ...] = ()
     batch_axes: Axes = field(default_factory=dict)

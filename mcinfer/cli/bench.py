@@ -134,9 +134,6 @@ def bench(
         Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
     ] = "0.001",
     engine: _EngineOption = None,
-    scaling: Annotated[
-        bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
-    ] = True,
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
     integers: IntegersOption = "0:10",
@@ -174,7 +171,6 @@ def bench(
         engines=engine or engines_for(model)[:1],
         max_batch_size=max_batch_size,
         max_delay=max_delay,
-        scaling=scaling and "concurrent" in modes,
         inputs=input_options(input, dim, integers, seed),
         **axes_of(batch_axis, output_axis),
     )
