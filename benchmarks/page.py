@@ -182,6 +182,7 @@ def run_text(run: Run, report: Report, folder: Path) -> str:
     page = io.StringIO()
     show(report, Console(file=page, width=_WIDTH, color_system=None))
     table = "\n".join(line.rstrip() for line in page.getvalue().splitlines()).strip("\n")
+    table = table.partition("\n\nmcinfer's best mode")[0]  # the program is no figure
     return f"    {shlex.join(run.command(folder))}\n\n```\n{table}\n```"
 
 

@@ -17,8 +17,7 @@ from mcinfer.bench.figures import (
     spread_of,
     under,
 )
-from mcinfer.bench.report import OTHERS, QUANTILES, Load, Report
-from mcinfer.bench.texts import remarks
+from mcinfer.bench.report import QUANTILES, Load, Report
 from tests.bench_reports import report, small, turn, way
 
 LOAD = Load(batch=2, clients=4)
@@ -122,14 +121,3 @@ def test_gain_in_an_open_loop_is_that_of_the_median_latency() -> None:
     gain = best_gain(report(ways, turns))
     assert gain is not None
     assert gain.speedup.values == pytest.approx((3.0, 3.0))
-
-
-@pytest.mark.parametrize(
-    ("others", "rate", "busy"), [(0.5, 110.0, False), (2.0, 110.0, True), (0.0, 150.0, True)]
-)
-def test_machine_is_busy_if_others_use_it_or_repeats_differ(
-    others: float, rate: float, busy: bool
-) -> None:
-    made = small(session=[100.0, rate])
-    said = remarks(replace(made, machine={**made.machine, OTHERS: others}))
-    assert any("The machine was busy" in text for text in said) == busy

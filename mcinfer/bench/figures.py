@@ -1,9 +1,10 @@
-"""The vocabulary of figures: each one's name and unit, how it is computed, how it is written, what it means.
+"""The vocabulary of figures: each one's name and unit, how it is computed, and how it is written.
 
-Tables, charts, sentences and the glossary take them from here. Latencies are over all requests that were
-made: one that failed, or that an open loop never began, counts as infinite; without it a way that drops
-requests would look good. A percentile of so few requests that it would be the slowest of them is not known. A
-ratio is taken within each repeat, since other work on the machine disturbs all ways of one repeat.
+Tables, charts and sentences take them from here; docs/bench_report.md says what they mean. Latencies are over
+all requests that were made: one that failed, or that an open loop never began, counts as infinite; without it
+a way that drops requests would look good. A percentile of so few requests that it would be the slowest of
+them is not known. A ratio is taken within each repeat, since other work on the machine disturbs all ways of
+one repeat.
 """
 
 import math
@@ -303,43 +304,24 @@ class Term:
 
     of: Callable[[Any], Spread]
     unit: Unit | None = ONE
-    says: str = ""
 
-
-_LATENCY = (
-    "the time within which 50, 90, 99, 100 % of all requests were answered; ∞: not all of "
-    "them ever were"
-)
-_MEMORY = "memory with shared pages counted once in all; memory of one process alone"
 
 OF_LOADS = {
-    "n": Term(lambda f: Spread(tuple(turn.made for turn in f.turns)), says="requests in a turn"),
+    "n": Term(lambda f: Spread(tuple(turn.made for turn in f.turns))),
     "rows/s": Term(attrgetter("rows")),
-    "speed-up": Term(
-        attrgetter("speedup"),
-        says="throughput over that of the best baseline under the same load, which the table names, "
-        "within each repeat; in an open loop that baseline's median latency over the way's",
-    ),
-    "p50": Term(lambda f: f.latency(0.5), None, _LATENCY),
-    "p90": Term(lambda f: f.latency(0.9), None, _LATENCY),
-    "p99": Term(lambda f: f.latency(0.99), None, _LATENCY),
-    "max": Term(lambda f: f.latency(1.0), None, _LATENCY),
-    "overhead": Term(attrgetter("overhead"), None, "mean latency less the engine's own run"),
-    "cores": Term(attrgetter("cores"), says="busy cores, on average"),
+    "speed-up": Term(attrgetter("speedup")),
+    "p50": Term(lambda f: f.latency(0.5), None),
+    "p90": Term(lambda f: f.latency(0.9), None),
+    "p99": Term(lambda f: f.latency(0.99), None),
+    "max": Term(lambda f: f.latency(1.0), None),
+    "overhead": Term(attrgetter("overhead"), None),
+    "cores": Term(attrgetter("cores")),
 }
 """By name, what is known of `Figures`."""
 
 OF_WAYS = {
     "start": Term(lambda way: spread_of(way.start_seconds), None),
-    "PSS": Term(lambda way: spread_of(m.pss for m in way.memory), MEGABYTES, _MEMORY),
-    "USS": Term(lambda way: spread_of(m.uss for m in way.memory), MEGABYTES, _MEMORY),
+    "PSS": Term(lambda way: spread_of(m.pss for m in way.memory), MEGABYTES),
+    "USS": Term(lambda way: spread_of(m.uss for m in way.memory), MEGABYTES),
 }
 """By name, what is known of a `Way`, whatever the load."""
-
-
-GLOSSARY = {
-    **{name: term.says for name, term in (OF_LOADS | OF_WAYS).items() if term.says},
-    "difference": "largest difference of an output from ONNX Runtime's in float32, over its largest value",
-    "client, /s": "requests under way at once in a closed loop; arrivals in an open one",
-    FLAWED: "not all requests were answered, or not as fast as they came: such throughput is no speed",
-}

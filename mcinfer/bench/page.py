@@ -1,7 +1,7 @@
 """A report as one HTML page that loads nothing: no script, no font, no picture. Bars are boxes of its style.
 
 The page: the verdict, the speed-up with its spread, memory, a program to copy, bars, tables, and last the
-glossary and the versions. Bars begin at zero.
+versions. Bars begin at zero.
 """
 
 import base64
@@ -10,12 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
-from itertools import groupby
 from string import Template
 
 from mcinfer.bench import texts
 from mcinfer.bench.figures import (
-    GLOSSARY,
     OF_LOADS,
     OF_WAYS,
     ONE,
@@ -50,13 +48,13 @@ class Chart:
 
 
 def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
-    """The speed-up and the memory; and all others. Those of which nothing is known are left out."""
+    """The speed-up, where there may be a verdict, and the memory; and all others, where they are known."""
     memory = [
         Bar(way.name, OF_WAYS["PSS"].of(way), "own" if way.role == "mcinfer" else "other")
         for way in report.ways
     ]
     speed = []  # mcinfer's best way under each load, and below it the baseline that it is beside
-    for gain in gains(report):
+    for gain in () if report.disturbed else gains(report):
         kind = "bad" if gain.clear < 0 else "own"
         speed.append(Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind))
         speed.append(Bar(gain.other, Spread((1.0,)), "other"))
@@ -138,7 +136,7 @@ def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     first, more = charts(report)
-    warnings, program = texts.remarks(report), texts.report_program(report)
+    program = texts.report_program(report)
     said = "<p>mcinfer's best mode here, as a program:</p>\n<pre>{}</pre>"
     made = f"{report.made_at}, in {report.took_seconds:.0f} s, by mcinfer {report.mcinfer}"
     facts = {
@@ -147,20 +145,16 @@ def render(report: Report) -> str:
         "Settings": texts.settings_line(report),
         "Made": made,
     }
-    # Names that one text explains are together.
-    glossary = groupby(GLOSSARY, key=GLOSSARY.__getitem__)
     return Template(template).substitute(
         name=_text(report.model.name),
-        verdict=_text(texts.verdict(report)),
-        warnings=f'<div class="remarks">\n{_paragraphs(warnings)}\n</div>' if warnings else "",
+        verdict=_text(report.verdict),
+        warnings=f'<div class="remarks">\n{_paragraphs(report.remarks)}\n</div>'
+        * bool(report.remarks),
         first="\n".join(map(_chart, first)),
         program=said.format(escape(program)) if program else "",
         charts="\n".join(map(_chart, more)),
-        gains=_paragraphs(texts.gain_lines(report)),
         tables="\n".join(map(_table, grids(report))),
-        notes=_paragraphs(texts.notes(report)),
         data=base64.b64encode(dump(report)).decode("ascii"),
         ways=_terms((way.name, way.text) for way in report.ways),
-        glossary=_terms((", ".join(names), says) for says, names in glossary),
         facts=_terms(facts.items()),
     )

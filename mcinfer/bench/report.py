@@ -19,7 +19,8 @@ QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
 """Fractions at which latencies are kept: 0 is the least, 0.5 the median, 1 the greatest."""
 
 OTHERS = "others_cores"
-"""The fact about the machine that says how many cores other programs kept busy during the run."""
+OTHERS_BEFORE = "others_cores_before"
+"""The facts about the machine that say how many cores other programs used during the run, and before it."""
 
 Role = Literal["baseline", "mcinfer"]
 
@@ -148,7 +149,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A whole benchmark. `measurements` go load by load, way by way, in the order of the tables."""
+    """A whole benchmark. `measurements` go load by load, way by way, in the order of the tables.
+
+    Attributes:
+        verdict: Whether to use mcinfer; says why there is no verdict where that is so.
+        disturbed: What disturbed the measurement: then there is no verdict.
+        remarks: Other warnings.
+    """
 
     made_at: str
     took_seconds: float
@@ -159,6 +166,9 @@ class Report:
     ways: tuple[Way, ...]
     measurements: tuple[Measurement, ...]
     finished: bool = True
+    verdict: str = ""
+    disturbed: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     quantiles: tuple[float, ...] = QUANTILES
     schema: Literal["mcinfer.bench"] = "mcinfer.bench"
     version: Literal[2] = field(default=2)

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import psutil
@@ -42,6 +42,7 @@ from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
 from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
+    OTHERS_BEFORE,
     Load,
     Measurement,
     Memory,
@@ -53,6 +54,7 @@ from mcinfer.bench.report import (
     Way,
 )
 from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.texts import BUSY_CORES, judged
 from mcinfer.bench.way import Setup
 from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.errors import InvalidInputError, McinferError
@@ -72,12 +74,16 @@ START_SECONDS = 900.0
 
 _COUNT_SECONDS = 4 * 3600.0
 """Time limit of a turn of a number of requests."""
+_LOOKS = 3
+"""Seconds at most until other programs are quiet: one that has just ended is none that disturbs."""
 _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
 
 _T = TypeVar("_T")
 
 Progress = Callable[[float, str], None]
 """Called with the steps (for a search: seconds) that are over, and a note on the next step."""
+
+MachineFacts = dict[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +292,8 @@ def take_turns(
 class Benchmark:
     """One benchmark. `run` it once, then ask for its `report`; also after it was interrupted.
 
+    `facts` gives those about the machine, and how busy others kept it until then (`watched_machine`).
+
     Attributes:
         steps: Starts and turns in all; `done` of them are over.
         starts: Starts in all.
@@ -295,7 +303,9 @@ class Benchmark:
         InvalidInputError: There are no such devices or ways, or a rate makes no load.
     """
 
-    def __init__(self, plan: BenchOptions, progress: Progress) -> None:
+    def __init__(
+        self, plan: BenchOptions, progress: Progress, facts: Callable[[], MachineFacts]
+    ) -> None:
         _check_rates(plan)
         check_names([way for way in plan.ways if way not in MODES])
         check_engines(plan.engines)
@@ -303,8 +313,7 @@ class Benchmark:
         self._progress = progress
         self._began = datetime.now(UTC)
         self._start = monotonic()
-        self._machine = machine()
-        self._busy_before = _busy_seconds()
+        self._facts = facts
         # As the master counts them: fewer than cores where there is a quota.
         self._devices = tuple(map(str, parse_devices(plan.devices, whole_cpus())))
         self._model = ModelSpec(inputs=(), outputs=())
@@ -362,15 +371,13 @@ class Benchmark:
         return self.report()
 
     def report(self) -> Report:
-        """The results so far."""
+        """The results so far, and the verdict."""
         model, plan = self._model, self._plan
-        seconds = monotonic() - self._start
-        others = (_busy_seconds() - self._busy_before) / max(seconds, 1e-9)
-        return Report(
+        report = Report(
             made_at=self._began.isoformat(timespec="seconds"),
-            took_seconds=round(seconds, 1),
+            took_seconds=round(monotonic() - self._start, 1),
             mcinfer=__version__,
-            machine={**self._machine, OTHERS: round(max(0.0, others), 2)},
+            machine=self._facts(),
             model=ModelFacts(
                 name=plan.model.name,
                 bytes=_model_bytes(plan.model),
@@ -397,6 +404,7 @@ class Benchmark:
             ),
             finished=self._finished,
         )
+        return judged(report)
 
     @property
     def has_measured(self) -> bool:
@@ -449,7 +457,7 @@ def powers(most: int) -> list[int]:
 # The machine.
 
 
-def machine() -> dict[str, str | int | float]:
+def machine() -> MachineFacts:
     """Processor, cores, memory, load and versions; no names, no paths."""
     versions = {}
     for package in _PACKAGES:
@@ -464,6 +472,33 @@ def machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def watched_machine() -> Callable[[], MachineFacts]:
+    """Look what other programs do, for a second or until they are quiet; what gives the facts from then on.
+
+    Other programs' use of the cores is that before, and that from the end of this call to that of the facts'.
+    """
+    facts = machine()
+    for _ in range(_LOOKS):
+        others = _use_by_others()
+        sleep(1.0)
+        facts[OTHERS_BEFORE] = before = others()
+        if before <= BUSY_CORES:
+            break
+    others = _use_by_others()
+    return lambda: facts | {OTHERS: others()}
+
+
+def _use_by_others() -> Callable[[], float]:
+    """What gives the cores that other programs have used since this call, on average."""
+    begin, before = monotonic(), _busy_seconds()
+
+    def cores() -> float:
+        seconds = monotonic() - begin
+        return round(max(0.0, _busy_seconds() - before) / max(1.0, seconds), 2)
+
+    return cores
 
 
 def _model_bytes(path: Path) -> int:

@@ -116,12 +116,8 @@ def show(report: Report, console: Console) -> None:
     for grid in grids(report):
         console.print()
         show_grid(grid, console)
-    for sentences, style in (
-        (texts.notes(report), ""),
-        ([f"{FLAWED} {text}" for text in texts.remarks(report)], "yellow"),
-        (texts.gain_lines(report), ""),
-        ([texts.verdict(report)], "bold"),
-    ):
+    remarks = [f"{FLAWED} {text}" for text in report.remarks]
+    for sentences, style in ((remarks, "yellow"), ([report.verdict], "bold")):
         if sentences:
             print_lines(("", *sentences), console, style)
     if program := texts.report_program(report):

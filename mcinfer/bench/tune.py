@@ -570,7 +570,8 @@ def program(model: str, candidate: Candidate, found: Found) -> str:
     given = arguments(candidate, found)
     if candidate.max_batch_size == 1:
         given.pop("max_batch_size", None)
-    return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients)
+    rate = max((turn.throughput for turn in found.turns(candidate)), default=0.0)
+    return texts.program(model, given, found.arrays, candidate.call, found.aim.load.clients, rate)
 
 
 def grids(found: Found) -> list[Grid]:

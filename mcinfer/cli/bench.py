@@ -1,6 +1,6 @@
 """``mcinfer bench`` and ``mcinfer tune``: what is fast, and which pool or session is best for a load."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -148,6 +148,7 @@ def bench(
     """Measure your speed-up: mcinfer and the usual alternatives, on your model.
 
     With an engine that is no ONNX Runtime in float32, the table says how far its answers differ from that.
+    There is no verdict where other programs kept the machine busy: the exit status is 1 then.
     """
     from mcinfer.bench.runner import Benchmark, BenchOptions
 
@@ -177,7 +178,7 @@ def bench(
     outputs = {"--json": json, "--html": html}
     check_outputs(outputs)
     let_workers_tell()
-    benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
+    benchmark = Benchmark(plan, lambda done, note: work.show(done, note), _watched())
     if benchmark.turn_seconds:
         starts = counted(benchmark.starts, "start")
         say(f"measuring takes {benchmark.turn_seconds:.0f} s and the time of {starts}")
@@ -191,6 +192,19 @@ def bench(
     _show(report, outputs if benchmark.has_measured else {})
     if not benchmark.has_measured:
         raise McinferError("nothing was measured: no way has answered a request")
+    if report.disturbed:
+        raise McinferError(report.verdict)
+
+
+def _watched() -> Callable[[], dict[str, str | int | float]]:
+    """The machine's facts, as `mcinfer.bench.runner.watched_machine`; says at once if it is busy."""
+    from mcinfer.bench.runner import watched_machine
+    from mcinfer.bench.texts import busy
+
+    facts = watched_machine()
+    for text in busy(facts()):
+        say(f"there will be no verdict. {text}")
+    return facts
 
 
 def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from html import unescape
 from pathlib import Path
 
 import psutil
@@ -11,9 +12,10 @@ import pytest
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import write_request
 from mcinfer.bench.pools import SplitBatches
-from mcinfer.bench.report import OTHERS, Load, Report, dump, load
-from mcinfer.bench.runner import Benchmark, BenchOptions
+from mcinfer.bench.report import OTHERS, OTHERS_BEFORE, Load, Report, dump, load
+from mcinfer.bench.runner import Benchmark, BenchOptions, watched_machine
 from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.texts import BUSY_CORES
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Split
@@ -94,7 +96,7 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, **more}
     plan = BenchOptions(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
     steps: list[float] = []
-    benchmark = Benchmark(plan, lambda done, _: steps.append(done))
+    benchmark = Benchmark(plan, lambda done, _: steps.append(done), watched_machine())
     report = benchmark.run()
     assert steps == sorted(steps)
     assert benchmark.done == benchmark.steps
@@ -229,3 +231,35 @@ def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: 
         os.kill(program.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, started)), timeout=20)
     assert [*runtime_dir.iterdir()] == []
+
+
+BUSY = "while True: pass"
+
+
+def test_busy_machine_has_no_verdict_and_the_exit_status_says_so(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    """Another program uses a core, as in /proc/stat; the same in the terminal, the file and the page."""
+    model, files = (
+        onnx_model(AFFINE),
+        ("--json", tmp_path / "x.json", "--html", tmp_path / "x.html"),
+    )
+    short = ("--duration", "0.1", "--repeat", "2", "--concurrency", "1", "--warmup", "0")
+    ways = ("--against", "session", "--modes", "inline", *short)
+    with Program(BUSY), Program(COMMAND, "bench", model, *ways, *files) as program:
+        done = program.wait()
+    made = load(tmp_path / "x.json")
+    assert done.status == 1
+    assert float(made.machine[OTHERS]) > BUSY_CORES
+    assert float(made.machine[OTHERS_BEFORE]) > BUSY_CORES
+    first, *_, last = done.err.splitlines()
+    assert first.startswith("mcinfer: there will be no verdict. The machine was busy: ")
+    assert last == f"mcinfer: {made.verdict}"
+    assert made.verdict.startswith("No verdict. The machine was busy: other programs used ")
+    assert done.out.splitlines()[-1] == made.verdict
+    page = unescape((tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert f"<h1>{made.verdict}</h1>" in page
+    for text in (done.out, page):
+        assert "Use mcinfer" not in text
+        assert "import mcinfer" not in text
+    assert {m.way for m in made.measurements} == {"session", "inline"}  # the figures are there
