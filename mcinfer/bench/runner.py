@@ -450,10 +450,6 @@ def _check_rates(plan: BenchOptions) -> None:
             )
 
 
-def powers(most: int) -> list[int]:
-    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
-
-
 # The machine.
 
 

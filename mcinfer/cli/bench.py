@@ -271,12 +271,13 @@ def tune(
 ) -> None:
     """Find the best pool or session for your model and load, and print a program that uses it.
 
-    It tries sessions in one process, numbers of workers and threads, how requests are joined, and the engines
-    that are installed. A precision below float32 is tried only if it is asked for, such as openvino:bf16.
+    It tries sessions in one process first, then numbers of workers and threads, how requests are joined, and
+    the engines that are installed. A precision below float32 is tried only if it is asked for, such as
+    openvino:bf16. There is no verdict where other programs kept the machine busy: the exit status is 1 then.
     """
     # Both need packages: a missing one is an error before the work, not after it.
     from mcinfer.bench.report import Load
-    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS, machine
+    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS
     from mcinfer.bench.tune import Aim, Search, as_json, verdict
     from mcinfer.machine import whole_cpus
 
@@ -296,25 +297,25 @@ def tune(
             **axes_of(batch_axis, output_axis),
         )
     check_outputs({"--json": json})
-    before = machine()
     let_workers_tell()
+    facts = _watched()
     say(f"tuning takes {budget:g} s at most, from when the model has been loaded once")
     try:
         with showing_work("tuning", budget) as work:
             search.run()
     finally:  # the results so far, also where it was interrupted
         found = search.found
-        if any(trial.turns or trial.error for trial in found.trials):
+        found.machine = facts()
+        if found.trials:
             _show_search(str(model), found)
             if json is not None:
-                content = as_json(str(model), found, before)
-                write_output("--json", json, content, finished=bool(found.ended))
-    if not found.fits:
+                write_output("--json", json, as_json(str(model), found), finished=found.finished)
+    if found.disturbed or not found.fits:
         raise McinferError(verdict(found))
 
 
 def _show_search(model: str, found: Any) -> None:
-    """Print what was tried, the best, and a program that uses it; none where nothing fits."""
+    """Print what was tried, the verdict, and a program that uses the best where there is one."""
     from rich.console import Console
 
     from mcinfer.bench.table import print_lines, print_program, show_grid
@@ -324,10 +325,8 @@ def _show_search(model: str, found: Any) -> None:
     for grid in grids(found):
         show_grid(grid, console)
         console.print()
-    print_lines([*remarks(found), ""], console)
-    if not found.fits:
-        return
+    print_lines(remarks(found), console)
     print_lines([verdict(found)], console, "bold")
-    chosen = found.recommended
-    print_program(program(model, chosen, found), console)
-    print_program(dumps(arguments(chosen, found)), console)
+    if found.fits and not found.disturbed:
+        print_program(program(model, found.best, found), console)
+        print_program(dumps(arguments(found.best.candidate, found)), console)
