@@ -24,6 +24,9 @@ OTHERS_BEFORE = "others_cores_before"
 
 Role = Literal["baseline", "mcinfer"]
 
+Scenario = Literal["", "SingleStream", "Offline", "Server"]
+"""Of MLPerf's LoadGen, where that makes the load."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -36,10 +39,12 @@ class Load:
     batch: int
     clients: int
     rate: float | None = None
+    scenario: Scenario = ""
 
     def __str__(self) -> str:
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
-        return f"batch {self.batch}, {clients if self.rate is None else f'{self.rate:g}/s'}"
+        text = self.scenario or clients if self.rate is None else f"{self.scenario} {self.rate:g}/s"
+        return f"batch {self.batch}, {text.strip()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

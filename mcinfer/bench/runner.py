@@ -94,6 +94,7 @@ class BenchOptions:
         ways: Names, baselines before modes.
         clients: Closed loops of so many clients, for each batch.
         rates: Open loops of so many requests a second, for each batch.
+        mlperf: LoadGen makes the load: its scenarios SingleStream, Offline, and Server at these rates.
         seconds: Length of a turn, if `count` is 0.
         engines: Of mcinfer's modes; see `Setup.engine`.
     """
@@ -106,6 +107,7 @@ class BenchOptions:
     batches: tuple[int, ...] = (1,)
     clients: tuple[int, ...] = (1,)
     rates: tuple[float, ...] = ()
+    mlperf: bool = False
     seconds: float = 2.0
     count: int = 0
     repeats: int = 3
@@ -123,14 +125,13 @@ class BenchOptions:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        return tuple(
-            load
-            for batch in self.batches
-            for load in (
-                *(Load(batch=batch, clients=clients) for clients in self.clients),
-                *(Load(batch=batch, clients=OPEN_LOOP_CLIENTS, rate=rate) for rate in self.rates),
-            )
-        )
+        closed = [Load(batch=1, clients=clients) for clients in self.clients]
+        if self.mlperf:
+            one = Load(batch=1, clients=1, scenario="SingleStream")
+            closed = [one, replace(one, clients=2 * whole_cpus(), scenario="Offline")]
+        served = Load(batch=1, clients=OPEN_LOOP_CLIENTS, scenario="Server" if self.mlperf else "")
+        opened = [replace(served, rate=rate) for rate in self.rates]
+        return tuple(replace(load, batch=n) for n in self.batches for load in (*closed, *opened))
 
 
 @contextmanager

@@ -110,6 +110,15 @@ def bench(
             "Requests under way at once: 1,4,16. Default: 1,4, or none with --rate.",
         ),
     ] = None,
+    load: Annotated[
+        Literal["clients", "mlperf"],
+        typer.Option(
+            "--load",
+            metavar="GENERATOR",
+            help="What makes the load: our clients; or mlperf: LoadGen's SingleStream and Offline, and with "
+            "--rate its Server.",
+        ),
+    ] = "clients",
     rate: Annotated[
         Any,
         parsed("RATES", parse_rates, "Requests a second that arrive at random (open loop): 20,50."),
@@ -152,6 +161,10 @@ def bench(
     """
     from mcinfer.bench.runner import Benchmark, BenchOptions
 
+    if load == "mlperf":
+        if concurrency is not None:
+            raise typer.BadParameter("--load mlperf goes without --concurrency")
+        import mcinfer.bench.mlperf  # noqa: F401 a missing package is an error before the work
     if concurrency is None:
         concurrency = () if rate else (1, 4)
     ways = (*against, *modes)
@@ -164,6 +177,7 @@ def bench(
         batches=batch,
         clients=concurrency,
         rates=rate or (),
+        mlperf=load == "mlperf",
         seconds=duration,
         count=count,
         repeats=repeat,
