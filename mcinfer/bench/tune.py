@@ -65,12 +65,11 @@ ENOUGH_REQUESTS = 100
 _GROUP = 4
 """Ways that are open at once: the best so far, and those that are compared with it."""
 REPEATS = 3
-_GOLDEN = (5**0.5 - 1) / 2
 _LEAST_ARRIVALS = 5
 """In a turn of an open loop, on average."""
 _LEAST_TURN, _MOST_TURN, _WARMUP, _REST = 0.3, 2.0, 0.1, 0.05
-_USUAL_START, _USUAL_RUN = 2.0, 4e-3
-"""Seconds of a way's start and of a run, until they are known."""
+_USUAL_START = 2.0
+"""Seconds of a way's start, until it is known."""
 _MARGIN = 1.2
 """Of the budget that is said to be enough: starts do not always take as long."""
 _PATIENCE = 10.0
@@ -116,16 +115,14 @@ class Aim:
 class Candidate:
     """A pool, or a session in the program's own process.
 
-    `threads` of a run; None: its worker's share of the cores, and all of them if its request comes alone.
-    `call` is the method of `mcinfer.Master` that uses the pool, or the kind of session, one of `SESSIONS`;
-    `engine` is that of the workers, and after a colon its precision.
+    `threads` of a session's run. `call` is the method of `mcinfer.Master` that uses the pool, or the kind of
+    session, one of `SESSIONS`; `engine` is that of the workers, and after a colon its precision.
     """
 
     workers: int
     threads: int | None
     call: Call = "submit"
     max_batch_size: int = 1
-    max_delay: float = 0.0
     engine: str = DEFAULT_ENGINE
 
     @property
@@ -142,10 +139,9 @@ class Candidate:
         if self.call in SESSIONS:
             return f"{SESSIONS[self.call]}, {threads} a run"
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
-        joined = f"{self.max_batch_size} rows within {self.max_delay * 1e3:g} ms"
-        joins = self.max_batch_size > 1
+        joined = self.max_batch_size > 1 and f"{self.max_batch_size} rows"
         engine = self.engine != DEFAULT_ENGINE and self.engine
-        parts = (workers, self.threads and threads, engine, self.call, joins and joined)
+        parts = (workers, engine, self.call, joined)
         return ", ".join(part for part in parts if part)
 
 
@@ -161,53 +157,30 @@ def sessions(cores: int) -> list[Candidate]:
 
 
 def pools(
-    aim: Aim,
-    *,
-    cores: int,
-    pieces: int,
-    joins: bool,
-    run_seconds: float,
-    engines: Sequence[str] = (DEFAULT_ENGINE,),
+    aim: Aim, *, cores: int, pieces: int, joins: bool, engines: Sequence[str] = (DEFAULT_ENGINE,)
 ) -> list[Candidate]:
-    """Pools that use all cores, with each of the engines, those of the usual size first; then other pools.
+    """Pools that use all cores, with each of the engines: those of the usual number of workers first.
 
-    They are in the order of the multiples of the golden ratio, less their whole parts: the first of them are
-    of all kinds, however many there is time for. A request can be cut in `pieces`; `joins`: requests can be
-    joined to one run.
+    A request can be cut in `pieces`; `joins`: requests can be joined to one run.
     """
     clients, batch = aim.load.clients, aim.load.batch
-    # Rows to join: those of four requests and of all clients. Delays: none, and about a quarter of a run.
-    most, quarter = batch * clients, min(max(1e-3, run_seconds / 4), 20e-3)
+    most = batch * clients
     sizes = sorted({min(4 * batch, most), most} - {batch}) if joins else []
-    delays = [d for d in (0.0, float(f"{quarter:.0e}")) if d < (aim.max_latency or inf)]
-    joinings = [(1, 0.0), *((size, delay) for size in sizes for delay in delays)]
-    usual: list[Candidate] = []
-    full: list[Candidate] = []
-    rest: list[Candidate] = []
-    for workers in sorted({*powers(cores), automatic_workers(cores)}):
-        for threads in (None, 1) if workers < cores else (None,):
-            pool = Candidate(workers=workers, threads=threads, engine=engines[0])
-            uses = []  # that leave none of its workers idle all the time
-            if (aim.goal == "latency" or pieces > 1) and workers <= clients * pieces:
-                uses.append(replace(pool, call="predict"))
-            if (aim.goal == "throughput" or clients > 1) and workers <= clients:
-                uses += [replace(pool, max_batch_size=n, max_delay=d) for n, d in joinings]
-            if threads is None:
-                uses = [replace(use, engine=engine) for use in uses for engine in engines]
-            simple = [use for use in uses if use.max_batch_size == 1]
-            first = workers == automatic_workers(cores) and threads is None
-            usual += simple if first else []
-            (rest if threads else full).extend(use for use in uses if use not in usual)
-    return [*usual, *_spread_out(full), *_spread_out(rest)]
+    usual = automatic_workers(cores)
+    found = []
+    for workers in (usual, *(n for n in _powers(cores) if n != usual)):
+        pool = Candidate(workers=workers, threads=None)
+        uses = []  # that leave none of its workers idle all the time
+        if (aim.goal == "latency" or pieces > 1) and workers <= clients * pieces:
+            uses.append(replace(pool, call="predict"))
+        if (aim.goal == "throughput" or clients > 1) and workers <= clients:
+            uses += [replace(pool, max_batch_size=size) for size in (1, *sizes)]
+        found += [replace(use, engine=engine) for use in uses for engine in engines]
+    return found
 
 
-def powers(most: int) -> list[int]:
+def _powers(most: int) -> list[int]:
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
-
-
-def _spread_out(candidates: Sequence[Candidate]) -> list[Candidate]:
-    order = sorted(range(len(candidates)), key=lambda i: i * _GOLDEN % 1)
-    return [candidates[i] for i in order]
 
 
 # The results.
@@ -398,8 +371,7 @@ class Search:
         shapes = [shape for _, shape in found.arrays.values()]
         # As many pieces as mcinfer can cut a request in.
         most = max((size for shape in shapes for size in shape), default=1)
-        pools_after = partial(
-            pools,
+        waiting = pools(
             found.aim,
             cores=found.cores,
             pieces=len(cut_batch(spec, shapes, most, split).rows),
@@ -407,21 +379,17 @@ class Search:
             engines=found.engines,
         )
         whole = self._setup.fixed_batch in (None, batch) and found.engines[0] == DEFAULT_ENGINE
-        waiting = [*(sessions(found.cores) if whole else []), *pools_after(run_seconds=_USUAL_RUN)]
-        groups = 0
+        waiting = [*(sessions(found.cores) if whole else []), *waiting]
+        number = 0
         while waiting and (seconds := self._turn_seconds(len(waiting))):
             best = [] if found.best is None else [found.best.candidate]
             chosen = [*best, *waiting][:_GROUP]
-            waiting = waiting[len(chosen) - len(best) :]
-            groups += 1
-            group = [Trial(group=groups, candidate=candidate) for candidate in chosen]
+            del waiting[: len(chosen) - len(best)]
+            number += 1
+            group = [Trial(group=number, candidate=candidate) for candidate in chosen]
             found.trials += group
             self._run_group(group, seconds)
             found.settle(group)
-            if groups == 1:  # a run's time is known now
-                turns = [turn.latency(0.0) for trial in group for turn in trial.turns]
-                rest = pools_after(run_seconds=min(turns, default=_USUAL_RUN))
-                waiting = [one for one in rest if one not in chosen]
             found.left_out = len(waiting)
 
     def _turn_seconds(self, waiting: int) -> float:
@@ -462,7 +430,6 @@ class Search:
                 devices=tuple(f"cpu:{i}" for i in range(candidate.workers)),
                 threads=candidate.threads,
                 max_batch_size=candidate.max_batch_size,
-                max_delay=candidate.max_delay,
                 engine=candidate.engine,
             )
             subject = Subject(candidate.way, setup, self._files, self._expected)
@@ -499,12 +466,12 @@ def arguments(candidate: Candidate, found: Found) -> dict[str, Any]:
     engine = engine_arguments(candidate.engine)
     options = engine.pop("options")
     axes = {"batch_axes": found.batch_axes, "output_axes": found.output_axes}
-    joined = {"max_batch_size": candidate.max_batch_size, "max_delay": candidate.max_delay}
+    joined = {"max_batch_size": candidate.max_batch_size} if candidate.max_batch_size > 1 else {}
     return {
         "devices": candidate.workers,
         **(engine if candidate.engine != DEFAULT_ENGINE else {}),
-        "options": options | ({"threads": candidate.threads} if candidate.threads else {}),
-        **(joined if candidate.max_batch_size > 1 else {}),
+        **({"options": options} if options else {}),
+        **joined,
         **{name: dict(said) for name, said in axes.items() if said},
     }
 
@@ -531,7 +498,6 @@ def grids(found: Found) -> list[Grid]:
         rows: list[tuple[Cell, ...]] = []
         for trial in trials:
             one = trial.candidate
-            joins = one.max_batch_size > 1
             differs = difference_text(trial.difference)
             rows.append(
                 (
@@ -539,8 +505,7 @@ def grids(found: Found) -> list[Grid]:
                     *([one.engine, differs] if len(found.engines) > 1 else []),
                     "" if one.call in SESSIONS else str(one.workers),
                     str(one.threads or "auto"),
-                    str(one.max_batch_size) if joins else "no",
-                    f"{one.max_delay * 1e3:g}" if joins else "",
+                    str(one.max_batch_size) if one.max_batch_size > 1 else "no",
                     (spread_of(map(found.aim.rows, trial.turns)), ONE),
                     (percentile(trial.turns, 0.5), unit),
                     (percentile(trial.turns, 0.99), unit),
@@ -548,7 +513,7 @@ def grids(found: Found) -> list[Grid]:
                 )
             )
         names = ["engine", "difference"] if len(found.engines) > 1 else []
-        header = ("workers", "threads", "joined", "delay ms", "rows/s", "p50", "p99")
+        header = ("workers", "threads", "joined", "rows/s", "p50", "p99")
         title = f"group {group} (p50 and p99 in {unit.sign})"
         if rows:
             whole = ("call", *names, *header, f"{TIMES} first")
