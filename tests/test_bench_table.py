@@ -94,10 +94,6 @@ def test_program_of_the_verdict_makes_the_models_inputs() -> None:
     joined = tuple(replace(turn, runs=turn.requests // 2) for turn in batched.turns)
     made = replace(made, measurements=(session, replace(batched, turns=joined)))
     assert "requests joined up to 16 rows within 2.00 ms" in shown(made)
-    for wide_runs, said in ((1, False), (150, True)):
-        turns = tuple(replace(turn, wide_runs=wide_runs) for turn in joined)
-        alone = replace(made, measurements=(session, replace(batched, turns=turns)))
-        assert ("requests that came alone had all cores (batched)" in shown(alone)) is said
     text = report_program(made)
     compile(text, "program", "exec")
     assert '"latents": np.asarray(random.normal(size=(2, 4, 32, 32)), "float32"),' in text

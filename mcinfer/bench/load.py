@@ -188,7 +188,7 @@ def take_turn(
     request = partial(way.run, inputs)
     closed = Load(batch=load.batch, clients=min(load.clients, max(1, 2 * way.workers)))
     offer(request, closed, seconds=warmup, count=0, seed=0)
-    (runs, run_seconds), wide_runs = way.run_seconds(), way.wide_runs()
+    runs, run_seconds = way.run_seconds()
     cpu = _cpu_seconds()
     outcome = make(request, load, seconds=seconds, count=count, seed=seed)
     cpu_seconds = max(0.0, _cpu_seconds() - cpu)
@@ -207,7 +207,6 @@ def take_turn(
         kept_up=load.rate is None or (not outcome.unfinished and kept_up(outcome.answers)),
         error=next(iter(outcome.errors), ""),
         runs=done,
-        wide_runs=way.wide_runs() - wide_runs,
     )
 
 

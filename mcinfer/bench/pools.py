@@ -44,9 +44,6 @@ class Concurrent(RunningWay):
         workers = self._master.statistics().workers
         return sum(w.runs for w in workers), sum(w.busy_seconds for w in workers)
 
-    def wide_runs(self) -> int:
-        return sum(w.wide for w in self._master.statistics().workers)
-
     def close(self) -> None:
         self._master.close()
 

@@ -54,7 +54,6 @@ class Turn:
     Attributes:
         latencies: Those at `QUANTILES`, empty without an answer.
         runs: Runs of the engine; 0 where they are not known.
-        wide_runs: Of these, runs with the cores of all workers, since their request came alone.
     """
 
     requests: int
@@ -68,7 +67,6 @@ class Turn:
     kept_up: bool = True
     error: str = ""
     runs: int = 0
-    wide_runs: int = 0
 
     @property
     def made(self) -> int:

@@ -96,10 +96,6 @@ def settings_line(report: Report) -> str:
     if any(figures.joined for figures in _all_figures(report)):
         within = seconds_text(settings.max_delay)
         parts.append(f"requests joined up to {settings.max_batch_size} rows within {within}")
-    alone = [f for f in _all_figures(report) if any(2 * t.wide_runs > t.runs for t in f.turns)]
-    if alone:
-        names = ", ".join(dict.fromkeys(figures.way.name for figures in alone))
-        parts.append(f"requests that came alone had all cores ({names})")
     parts += [f"{name} = {size}" for name, size in settings.dims.items()]
     return printable("; ".join([*parts, f"seed {settings.seed}"]))
 

@@ -116,10 +116,6 @@ class RunningWay(ABC):
         """The engine's runs so far, and their seconds; (0, 0.0) where they are not known."""
         return 0, 0.0
 
-    def wide_runs(self) -> int:
-        """How many of them had the cores of all workers."""
-        return 0
-
     @abstractmethod
     def close(self) -> None:
         """End everything that the way has started."""
