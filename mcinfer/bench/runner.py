@@ -293,8 +293,6 @@ def take_turns(
 class Benchmark:
     """One benchmark. `run` it once, then ask for its `report`; also after it was interrupted.
 
-    `facts` gives those about the machine, and how busy others kept it until then (`watched_machine`).
-
     Attributes:
         steps: Starts and turns in all; `done` of them are over.
         starts: Starts in all.
@@ -304,9 +302,7 @@ class Benchmark:
         InvalidInputError: There are no such devices or ways, or a rate makes no load.
     """
 
-    def __init__(
-        self, plan: BenchOptions, progress: Progress, facts: Callable[[], MachineFacts]
-    ) -> None:
+    def __init__(self, plan: BenchOptions, progress: Progress) -> None:
         _check_rates(plan)
         check_names([way for way in plan.ways if way not in MODES])
         check_engines(plan.engines)
@@ -314,7 +310,6 @@ class Benchmark:
         self._progress = progress
         self._began = datetime.now(UTC)
         self._start = monotonic()
-        self._facts = facts
         # As the master counts them: fewer than cores where there is a quota.
         self._devices = tuple(map(str, parse_devices(plan.devices, whole_cpus())))
         self._model = ModelSpec(inputs=(), outputs=())
@@ -328,14 +323,14 @@ class Benchmark:
         self.starts = plan.repeats * ways
         self.steps = turns + self.starts
 
-    def run(self) -> Report:
-        """Measure everything.
+    def run(self, facts: Callable[[], MachineFacts]) -> Report:
+        """Measure everything; `facts` gives those about the machine until then (`watched_machine`).
 
         Raises:
             InvalidInputError: The plan does not fit the model.
             BuildError: mcinfer cannot load the model.
         """
-        plan = self._plan
+        plan, self._facts = self._plan, facts
         with prepared(
             plan.model,
             plan.batches,

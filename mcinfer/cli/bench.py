@@ -7,13 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mcinfer.bench import (
-    BASELINES,
-    MODES,
-    check_engines,
-    check_names,
-    engines_for,
-)
+from mcinfer.bench import BASELINES, MODES, engines_for
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
     MAX_CLIENTS,
@@ -38,7 +32,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import McinferError
 
 _DEFAULT_BASELINES = "session,threads,pipe"
 _ALL_MODES = ",".join(MODES)
@@ -51,38 +45,15 @@ _JsonOption = Annotated[
 ]
 
 
-def parse_baselines(text: str) -> tuple[str, ...]:
-    if text == "none":
-        return ()
-    names = tuple(dict.fromkeys(text.split(",")))
-    try:
-        check_names(names)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc).removeprefix("--against: ")) from exc
-    return names
-
-
-def parse_modes(text: str) -> tuple[str, ...]:
-    names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in MODES]:
-        raise typer.BadParameter(f"got {unknown[0]!r}, expected some of {[*MODES]}, or none")
-    return names
-
-
-def parse_engines(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    try:
-        check_engines(names)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc).removeprefix("--engine: ")) from exc
-    return names
+def _names(text: str) -> tuple[str, ...]:
+    return () if text == "none" else tuple(dict.fromkeys(text.split(",")))
 
 
 _EngineOption = Annotated[
     Any,
     parsed(
         "ENGINES",
-        parse_engines,
+        _names,
         "Engines of the workers, and after a colon the precision: onnxruntime,openvino,openvino:bf16. "
         "Default: bench: the first that is installed; tune: those that are installed.",
     ),
@@ -134,8 +105,8 @@ def bench(
         int, typer.Option(metavar="TIMES", min=1, help="Repeats of the whole measurement.")
     ] = 3,
     warmup: Annotated[Any, parsed("SECONDS", parse_pause, "Warm-up before each turn.")] = "0.3",
-    against: Annotated[Any, parsed("WAYS", parse_baselines, _BASELINES_HELP)] = _DEFAULT_BASELINES,
-    modes: Annotated[Any, parsed("MODES", parse_modes, _MODES_HELP, "--modes")] = _ALL_MODES,
+    against: Annotated[Any, parsed("WAYS", _names, _BASELINES_HELP)] = _DEFAULT_BASELINES,
+    modes: Annotated[Any, parsed("MODES", _names, _MODES_HELP, "--modes")] = _ALL_MODES,
     max_batch_size: Annotated[
         int, typer.Option(metavar="ROWS", min=1, help="Mode batched: most rows in one run.")
     ] = 8,
@@ -168,6 +139,10 @@ def bench(
     if concurrency is None:
         concurrency = () if rate else (1, 4)
     ways = (*against, *modes)
+    if unknown := [name for name in modes if name not in MODES]:
+        raise typer.BadParameter(
+            f"--modes: got {unknown[0]!r}, expected some of {[*MODES]}, or none"
+        )
     if not ways:
         raise typer.BadParameter("--against none with --modes none: nothing to measure")
     plan = BenchOptions(
@@ -190,15 +165,17 @@ def bench(
         **axes_of(batch_axis, output_axis),
     )
     outputs = {"--json": json, "--html": html}
+    with refused_as_usage():
+        benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
     check_outputs(outputs)
     let_workers_tell()
-    benchmark = Benchmark(plan, lambda done, note: work.show(done, note), _watched())
+    facts = _watched()
     if benchmark.turn_seconds:
         starts = counted(benchmark.starts, "start")
         say(f"measuring takes {benchmark.turn_seconds:.0f} s and the time of {starts}")
     try:
         with showing_work("measuring", benchmark.steps) as work:
-            report = benchmark.run()
+            report = benchmark.run(facts)
     except KeyboardInterrupt:
         if benchmark.has_measured:
             _show(benchmark.report(), outputs)

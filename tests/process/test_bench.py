@@ -96,8 +96,8 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
     settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, **more}
     plan = BenchOptions(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
     steps: list[float] = []
-    benchmark = Benchmark(plan, lambda done, _: steps.append(done), watched_machine())
-    report = benchmark.run()
+    benchmark = Benchmark(plan, lambda done, _: steps.append(done))
+    report = benchmark.run(watched_machine())
     assert steps == sorted(steps)
     assert benchmark.done == benchmark.steps
     return report
