@@ -1,6 +1,6 @@
 """A report as tables in a terminal, or in a file: nothing is cut off, and nothing needs colours."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -22,7 +22,6 @@ from mcinfer.bench.figures import (
     middle_text,
     number,
     plus_minus,
-    spread_text,
     time_unit,
     under,
 )
@@ -137,20 +136,13 @@ def print_lines(lines: Iterable[str], console: Console, style: str = "") -> None
 
 
 def show_grid(grid: Grid, console: Console) -> None:
-    """Print one table in its full width, however narrow the terminal is: no figure is cut off.
-
-    The spread is beside each figure where there is room, below it where there is not.
-    """
-    roomy = console.options.update(width=10_000)
-    for write in (spread_text, _stacked):
-        table = _table(grid, write)
-        table.width = console.measure(table, options=roomy).maximum
-        if table.width <= console.width:
-            break
+    """Print one table in its full width, however narrow the terminal is: no figure is cut off."""
+    table = _table(grid)
+    table.width = console.measure(table, options=console.options.update(width=10_000)).maximum
     console.print(table, soft_wrap=True)
 
 
-def _table(grid: Grid, write: Callable[[Spread, Unit], str]) -> Table:
+def _table(grid: Grid) -> Table:
     table = Table(
         title=Text(grid.title, style="bold"),
         title_justify="left",
@@ -162,12 +154,13 @@ def _table(grid: Grid, write: Callable[[Spread, Unit], str]) -> Table:
     for index, name in enumerate(grid.header):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for index, cells in enumerate(grid.rows):
-        first, *rest = (cell if isinstance(cell, str) else write(*cell) for cell in cells)
+        first, *rest = (cell if isinstance(cell, str) else _written(*cell) for cell in cells)
         folded = (first[i : i + _NAME_WIDTH] for i in range(0, len(first), _NAME_WIDTH))
         style = "red" if index in grid.flawed else ""
         table.add_row(Text("\n".join(folded)), *map(Text, rest), style=style)
     return table
 
 
-def _stacked(spread: Spread, unit: Unit) -> str:
+def _written(spread: Spread, unit: Unit) -> str:
+    """The median, and below it how far the repeats are from it."""
     return f"{middle_text(spread, unit)}\n{plus_minus(spread, unit)}".rstrip()
