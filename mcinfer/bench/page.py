@@ -1,6 +1,6 @@
 """A report as one HTML page that loads nothing: no script, no font, no picture. Bars are boxes of its style.
 
-The page: the verdict, the speed-up with its spread, memory, a program to copy, bars, tables, and last the
+The page: the verdict, bars of the speed-up and of the memory, a program to copy, tables, and last the
 versions. Bars begin at zero.
 """
 
@@ -14,17 +14,13 @@ from string import Template
 
 from mcinfer.bench import texts
 from mcinfer.bench.figures import (
-    OF_LOADS,
     OF_WAYS,
     ONE,
-    Figures,
     Spread,
     Unit,
     gains,
-    latency_unit,
     middle_text,
     range_text,
-    under,
 )
 from mcinfer.bench.report import Report, dump
 from mcinfer.bench.table import Cell, Grid, grids
@@ -47,8 +43,8 @@ class Chart:
     unit: Unit = ONE
 
 
-def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
-    """The speed-up, where there may be a verdict, and the memory; and all others, where they are known."""
+def charts(report: Report) -> list[Chart]:
+    """The speed-up, where there may be a verdict, and the memory, as far as they are known."""
     memory = [
         Bar(way.name, OF_WAYS["PSS"].of(way), "own" if way.role == "mcinfer" else "other")
         for way in report.ways
@@ -59,28 +55,12 @@ def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
         speed.append(Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind))
         speed.append(Bar(gain.other, Spread((1.0,)), "other"))
     unit = OF_WAYS["PSS"].unit or ONE
-    first = [
+    found = [
         Chart("speed-up over the best baseline", speed),
         Chart(f"memory of all processes (PSS, {unit.sign})", memory, unit),
     ]
-    more = []
-    for load in report.loads:
-        found = under(report, load)
-        for name in ("rows/s", "p50", "p99"):
-            unit = OF_LOADS[name].unit or latency_unit(found)
-            title = f"{name} ({unit.sign}), {load}".replace(" ()", "")
-            more.append(Chart(title, [_bar(f, OF_LOADS[name].of(f)) for f in found], unit))
-    return _known(first), _known(more)
-
-
-def _known(found: Iterable[Chart]) -> list[Chart]:
     known = ((chart, [bar for bar in chart.bars if bar.spread.known]) for chart in found)
     return [replace(chart, bars=bars) for chart, bars in known if bars]
-
-
-def _bar(figures: Figures, spread: Spread) -> Bar:
-    kind = "other" if figures.way.role == "baseline" else "own"
-    return Bar(texts.marked(figures), spread, kind if figures.sound else "bad")
 
 
 # HTML. Names and texts of a report are escaped in `_text`, and nowhere else.
@@ -135,7 +115,6 @@ def _table(grid: Grid) -> str:
 def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    first, more = charts(report)
     program = texts.report_program(report)
     said = "<p>mcinfer's best mode here, as a program:</p>\n<pre>{}</pre>"
     made = f"{report.made_at}, in {report.took_seconds:.0f} s, by mcinfer {report.mcinfer}"
@@ -150,9 +129,8 @@ def render(report: Report) -> str:
         verdict=_text(report.verdict),
         warnings=f'<div class="remarks">\n{_paragraphs(report.remarks)}\n</div>'
         * bool(report.remarks),
-        first="\n".join(map(_chart, first)),
+        charts="\n".join(map(_chart, charts(report))),
         program=said.format(escape(program)) if program else "",
-        charts="\n".join(map(_chart, more)),
         tables="\n".join(map(_table, grids(report))),
         data=base64.b64encode(dump(report)).decode("ascii"),
         ways=_terms((way.name, way.text) for way in report.ways),
