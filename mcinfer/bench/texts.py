@@ -274,7 +274,7 @@ def program(
     if any("ml_dtypes." in text for text in made):
         imports.insert(2, "import ml_dtypes")
     given, written, lines = {**arguments}, [_quoted(model)], []
-    count = max(clients, round(rate))
+    count = max(clients, round(float(f"{rate:.1e}")))
     first = run = "answer = session.run(None, inputs)"
     called, start = f"for _ in range({count}):", ""
     if call in SESSIONS:

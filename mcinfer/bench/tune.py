@@ -542,7 +542,7 @@ def verdict(found: Found) -> str:
         return why
     best, aim, measured = found.best, found.aim, found.measured
     missing = (
-        f" {found.left_out} of {measured + found.left_out} ways were not measured, for lack of time: "
+        f" Not measured, for lack of time: {found.left_out} of {measured + found.left_out} ways; "
         f"--budget {ceil(found.needed_seconds)} is enough for all."
     ) * bool(found.left_out)
     if best is None:
