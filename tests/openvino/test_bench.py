@@ -44,4 +44,4 @@ def test_tune_tries_each_engine_and_names_the_one_of_its_recommendation(tmp_path
     assert "openvino" in tried
     for engine, trial in tried.items():
         assert (trial["difference"] is None) == (engine == "onnxruntime")
-    assert found["recommended"]["arguments"]
+    assert found["disturbed"] or found["recommended"]["arguments"]
