@@ -385,12 +385,12 @@ class Search:
             best = [] if found.best is None else [found.best.candidate]
             chosen = [*best, *waiting][:_GROUP]
             del waiting[: len(chosen) - len(best)]
+            found.left_out = len(waiting)
             number += 1
             group = [Trial(group=number, candidate=candidate) for candidate in chosen]
             found.trials += group
             self._run_group(group, seconds)
             found.settle(group)
-            found.left_out = len(waiting)
 
     def _turn_seconds(self, waiting: int) -> float:
         """The length of turns in the next group; 0 where there is no time for one."""

@@ -63,6 +63,22 @@ def test_printed_programs_open_the_sessions_that_were_measured(onnx_model: OnnxM
         assert answers == "(3, 4) True"
 
 
+@pytest.mark.parametrize(("call", "joined"), [("submit", 4), ("predict", 1)])
+def test_printed_programs_of_pools_answer_requests(
+    call: Call, joined: int, onnx_model: OnnxModel
+) -> None:
+    model, aim = str(onnx_model(AFFINE)), Aim(goal="throughput", load=Load(batch=3, clients=4))
+    pool = Candidate(workers=2, threads=None, call=call, max_batch_size=joined)
+    found = Found(aim=aim, cores=2, batch_axes={}, output_axes={})
+    found.arrays = {"x": ("float32", (3, 4))}
+    text = program(model, Trial(group=1, candidate=pool, turns=[turn(20.0)]), found)
+    check = "\n    assert (answer['y'] == 2 * inputs['x'] + 1).all()\n    print(answer['y'].shape)"
+    with Program(text + check) as printed:
+        ran = printed.wait()
+    assert ran.status == 0, ran.err
+    assert re.fullmatch(r"[\d.]+ requests a second\n\(3, 4\)\n", ran.out)
+
+
 @pytest.mark.thorough
 def test_interrupted_search_shows_its_results(onnx_model: OnnxModel, tmp_path: Path) -> None:
     report = tmp_path / "found.json"
