@@ -45,6 +45,7 @@ _MAX_ERRORS = 5
 """Different ones that are shown; some count requests or name moments, so that no two are equal."""
 _LIKE = 0.05
 """Memory within this part is about the same."""
+NO_VERDICT = "No verdict"
 BUSY_CORES = 0.1
 """Cores that other programs may use until figures are not to be trusted: a quiet machine has 0.02."""
 _BUSY_SPREAD = 0.3
@@ -116,7 +117,7 @@ def judged(report: Report) -> Report:
 
 def no_verdict(disturbed: Sequence[str]) -> str:
     """What is said in place of a verdict after such disturbances; empty where there is none."""
-    return f"No verdict. {' '.join(disturbed)}" if disturbed else ""
+    return f"{NO_VERDICT}. {' '.join(disturbed)}" if disturbed else ""
 
 
 def busy(machine: Mapping[str, str | float]) -> tuple[str, ...]:
@@ -144,9 +145,13 @@ def _verdict(report: Report) -> str:
     """Whether to use mcinfer for this model, and why; and what answers one request alone sooner."""
     best = best_gain(report)
     if best is None:
-        return "No verdict: no way of mcinfer's and no baseline answered all requests of one load."
+        return (
+            f"{NO_VERDICT}: no way of mcinfer's and no baseline answered all requests of one load."
+        )
     if report.settings.repeats == 1:
-        return "No verdict: everything was measured once, so the spread is not known (--repeat 3)."
+        return (
+            f"{NO_VERDICT}: everything was measured once, so the spread is not known (--repeat 3)."
+        )
     all_gains = gains(report)
     clear = [gain for gain in all_gains if gain.clear > 0]
     what = "the throughput" if best.load.rate is None else "the speed of answers"
@@ -223,7 +228,7 @@ def _alone_text(report: Report, best: Figures) -> str:
 def report_program(report: Report) -> str:
     """A program that runs the model in the way that the verdict is about; empty where there is none."""
     best = best_gain(report)
-    if best is None or report.disturbed:
+    if best is None or report.verdict.startswith(NO_VERDICT):
         return ""
     settings, own = report.settings, best.way.name.partition("/")[0]
     many = len(settings.devices)
