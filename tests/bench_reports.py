@@ -95,7 +95,6 @@ def report(
             seed=0,
             dims={"height": 32},
             max_batch_size=16,
-            max_delay=0.002,
         ),
         ways=tuple(ways),
         measurements=tuple(

@@ -93,7 +93,7 @@ def test_program_of_the_verdict_makes_the_models_inputs() -> None:
     session, batched = made.measurements
     joined = tuple(replace(turn, runs=turn.requests // 2) for turn in batched.turns)
     made = replace(made, measurements=(session, replace(batched, turns=joined)))
-    assert "requests joined up to 16 rows within 2.00 ms" in shown(made)
+    assert "requests joined up to 16 rows; " in shown(made)
     text = report_program(made)
     compile(text, "program", "exec")
     assert '"latents": np.asarray(random.normal(size=(2, 4, 32, 32)), "float32"),' in text

@@ -115,7 +115,7 @@ BENCH, TUNE, SLICE = (["bench", "m.onnx"], ["tune", "m.onnx"], ["slice", __file_
         ([*SLICE, "--tensor", "2"], "Missing option '--output'"),
         ([*BENCH, "--transport", "socketpair"], "No such option"),
         ([*BENCH, "--input", "x=x.raw"], "expected an archive (x.npz), or an input's name"),
-        ([*BENCH, "--max-delay", "1e9"], "'--max-delay': got '1e9', expected"),
+        ([*BENCH, "--warmup", "1e9"], "'--warmup': got '1e9', expected"),
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
         ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
         ([*BENCH, *["--dim", "a=1"] * 2], "--dim: got ['a', 'a'], expected each name once"),

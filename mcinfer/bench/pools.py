@@ -26,7 +26,6 @@ class Concurrent(RunningWay):
             engine=given["engine"],
             options=EngineOptions(**given["options"]),
             max_batch_size=max_batch_size,
-            max_delay=setup.max_delay if max_batch_size > 1 else 0.0,
             batch_axes=setup.batch_axes,
             output_axes=setup.output_axes,
         ).start()

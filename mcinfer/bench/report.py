@@ -146,7 +146,6 @@ class Settings:
     seed: int
     dims: dict[str, int]
     max_batch_size: int
-    max_delay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

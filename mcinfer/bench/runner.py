@@ -113,7 +113,6 @@ class BenchOptions:
     repeats: int = 3
     warmup: float = 0.3
     max_batch_size: int = 8
-    max_delay: float = 0.001
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
     engines: tuple[str, ...] = (DEFAULT_ENGINE,)
@@ -346,7 +345,6 @@ class Benchmark:
                 devices=self._devices,
                 threads=plan.threads,
                 max_batch_size=plan.max_batch_size,
-                max_delay=plan.max_delay,
             )
             # The role is not asked of the class, which would bring its runtime into this process.
             self._entries = [
@@ -389,7 +387,6 @@ class Benchmark:
                 seed=plan.inputs.seed,
                 dims=dict(plan.inputs.dims),
                 max_batch_size=plan.max_batch_size,
-                max_delay=plan.max_delay,
             ),
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(

@@ -95,8 +95,7 @@ def settings_line(report: Report) -> str:
         f"{settings.repeats} repeats of {length} after {settings.warmup_seconds:g} s of warm-up",
     ]
     if any(figures.joined for figures in _all_figures(report)):
-        within = seconds_text(settings.max_delay)
-        parts.append(f"requests joined up to {settings.max_batch_size} rows within {within}")
+        parts.append(f"requests joined up to {settings.max_batch_size} rows")
     parts += [f"{name} = {size}" for name, size in settings.dims.items()]
     return printable("; ".join([*parts, f"seed {settings.seed}"]))
 
@@ -237,7 +236,7 @@ def report_program(report: Report) -> str:
     if own == "inline":
         arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
     elif best.joined:
-        arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
+        arguments["max_batch_size"] = settings.max_batch_size
     if best.way.engine != DEFAULT_ENGINE:
         arguments |= engine_arguments(best.way.engine)
     arrays = {}

@@ -34,7 +34,6 @@ class Setup:
         batches: Rows of the requests that will come; empty where that is not known.
         batch_axes: The user's, as `mcinfer.Master` takes them; `output_axes` too.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
-        max_delay: Seconds that a request may wait for others, in such a way.
     """
 
     model: str
@@ -44,7 +43,6 @@ class Setup:
     engine: str = DEFAULT_ENGINE
     threads: int | None = None
     max_batch_size: int = 1
-    max_delay: float = 0.0
     fixed_batch: int | None = None
     batches: tuple[int, ...] = ()
     batch_axes: Axes = field(default_factory=dict)

@@ -110,9 +110,6 @@ def bench(
     max_batch_size: Annotated[
         int, typer.Option(metavar="ROWS", min=1, help="Mode batched: most rows in one run.")
     ] = 8,
-    max_delay: Annotated[
-        Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
-    ] = "0.001",
     engine: _EngineOption = None,
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
@@ -160,7 +157,6 @@ def bench(
         ways=ways,
         engines=engine or engines_for(model)[:1],
         max_batch_size=max_batch_size,
-        max_delay=max_delay,
         inputs=input_options(input, dim, integers, seed),
         **axes_of(batch_axis, output_axis),
     )
