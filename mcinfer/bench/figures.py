@@ -1,18 +1,17 @@
-"""The vocabulary of figures: each one's name and unit, how it is computed, and how it is written.
+"""Figures: how they are computed, and how they are written; docs/bench_report.md says what they mean.
 
-Tables, charts and sentences take them from here; docs/bench_report.md says what they mean. Latencies are over
-all requests that were made: one that failed, or that an open loop never began, counts as infinite; without it
-a way that drops requests would look good. A percentile of so few requests that it would be the slowest of
-them is not known. A ratio is taken within each repeat, since other work on the machine disturbs all ways of
-one repeat.
+Tables, charts and sentences take them from here. Latencies are over all requests that were made: one that
+failed, or that an open loop never began, counts as infinite; without it a way that drops requests would look
+good. A percentile of so few requests that it would be the slowest of them is not known. A ratio is taken
+within each repeat, since other work on the machine disturbs all ways of one repeat.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 from mcinfer.bench.report import QUANTILES, Load, Report, Turn, Way
 
@@ -295,33 +294,6 @@ def best_gain(report: Report) -> Figures | None:
     return max(gains(report), key=lambda gain: (gain.clear, gain.speedup.middle), default=None)
 
 
-# The vocabulary.
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A figure of tables and charts; a `unit` of None is the table's own of time."""
-
-    of: Callable[[Any], Spread]
-    unit: Unit | None = ONE
-
-
-OF_LOADS = {
-    "n": Term(lambda f: Spread(tuple(turn.made for turn in f.turns))),
-    "rows/s": Term(attrgetter("rows")),
-    "speed-up": Term(attrgetter("speedup")),
-    "p50": Term(lambda f: f.latency(0.5), None),
-    "p90": Term(lambda f: f.latency(0.9), None),
-    "p99": Term(lambda f: f.latency(0.99), None),
-    "max": Term(lambda f: f.latency(1.0), None),
-    "overhead": Term(attrgetter("overhead"), None),
-    "cores": Term(attrgetter("cores")),
-}
-"""By name, what is known of `Figures`."""
-
-OF_WAYS = {
-    "start": Term(lambda way: spread_of(way.start_seconds), None),
-    "PSS": Term(lambda way: spread_of(m.pss for m in way.memory), MEGABYTES),
-    "USS": Term(lambda way: spread_of(m.uss for m in way.memory), MEGABYTES),
-}
-"""By name, what is known of a `Way`, whatever the load."""
+def memory(way: Way) -> tuple[Spread, Spread]:
+    """Its proportional and its unique set sizes, in bytes."""
+    return spread_of(m.pss for m in way.memory), spread_of(m.uss for m in way.memory)

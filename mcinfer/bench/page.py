@@ -7,18 +7,18 @@ versions. Bars begin at zero.
 import base64
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
 from string import Template
 
 from mcinfer.bench import texts
 from mcinfer.bench.figures import (
-    OF_WAYS,
+    MEGABYTES,
     ONE,
     Spread,
     Unit,
     gains,
+    memory,
     middle_text,
     range_text,
 )
@@ -26,41 +26,27 @@ from mcinfer.bench.report import Report, dump
 from mcinfer.bench.table import Cell, Grid, grids
 from mcinfer.bench.texts import printable
 
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One row of a chart; `kind` is a class of the page's style: ``"own"``, ``"other"`` or ``"bad"``."""
-
-    name: str
-    spread: Spread
-    kind: str
+Bar = tuple[str, Spread, str]
+"""A name, the figure, and a class of the page's style: ``"own"``, ``"other"`` or ``"bad"``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    title: str
-    bars: Sequence[Bar]
-    unit: Unit = ONE
-
-
-def charts(report: Report) -> list[Chart]:
-    """The speed-up, where there may be a verdict, and the memory, as far as they are known."""
-    memory = [
-        Bar(way.name, OF_WAYS["PSS"].of(way), "own" if way.role == "mcinfer" else "other")
-        for way in report.ways
-    ]
-    speed = []  # mcinfer's best way under each load, and below it the baseline that it is beside
+def charts(report: Report) -> list[tuple[str, list[Bar], Unit]]:
+    """By title: the speed-up, where there may be a verdict, and the memory, as far as they are known."""
+    speed: list[Bar] = []  # mcinfer's best way under each load, and the baseline that it is beside
     for gain in () if report.disturbed else gains(report):
         kind = "bad" if gain.clear < 0 else "own"
-        speed.append(Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind))
-        speed.append(Bar(gain.other, Spread((1.0,)), "other"))
-    unit = OF_WAYS["PSS"].unit or ONE
-    found = [
-        Chart("speed-up over the best baseline", speed),
-        Chart(f"memory of all processes (PSS, {unit.sign})", memory, unit),
+        speed.append((f"{gain.way.name}, {gain.load}", gain.speedup, kind))
+        speed.append((gain.other, Spread((1.0,)), "other"))
+    sizes: list[Bar] = [
+        (way.name, memory(way)[0], "own" if way.role == "mcinfer" else "other")
+        for way in report.ways
     ]
-    known = ((chart, [bar for bar in chart.bars if bar.spread.known]) for chart in found)
-    return [replace(chart, bars=bars) for chart, bars in known if bars]
+    found = (
+        ("speed-up over the best baseline", speed, ONE),
+        ("memory of all processes (PSS, MB)", sizes, MEGABYTES),
+    )
+    known = ((title, [bar for bar in bars if bar[1].known], unit) for title, bars, unit in found)
+    return [chart for chart in known if chart[1]]
 
 
 # HTML. Names and texts of a report are escaped in `_text`, and nowhere else.
@@ -78,18 +64,18 @@ def _terms(terms: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"<dt>{_text(term)}</dt><dd>{_text(what)}</dd>" for term, what in terms)
 
 
-def _chart(chart: Chart) -> str:
-    known = [bar.spread.middle for bar in chart.bars if math.isfinite(bar.spread.middle)]
+def _chart(title: str, bars: Sequence[Bar], unit: Unit) -> str:
+    known = [spread.middle for _, spread, _ in bars if math.isfinite(spread.middle)]
     most = max(known, default=0.0)
     rows = ""
-    for bar in chart.bars:
-        part = min(1.0, bar.spread.middle / most) if most else 0.0
+    for name, spread, kind in bars:
+        part = min(1.0, spread.middle / most) if most else 0.0
         rows += (
-            f'<tr><th scope="row">{_text(bar.name)}</th>'
-            f'<td class="track"><span class="{bar.kind}" style="width: {100 * part:.1f}%"></span></td>'
-            f"<td>{_cell((bar.spread, chart.unit))}</td></tr>\n"
+            f'<tr><th scope="row">{_text(name)}</th>'
+            f'<td class="track"><span class="{kind}" style="width: {100 * part:.1f}%"></span></td>'
+            f"<td>{_cell((spread, unit))}</td></tr>\n"
         )
-    return f'<table class="chart">\n<caption>{_text(chart.title)}</caption>\n{rows}</table>'
+    return f'<table class="chart">\n<caption>{_text(title)}</caption>\n{rows}</table>'
 
 
 def _cell(cell: Cell) -> str:
@@ -129,7 +115,7 @@ def render(report: Report) -> str:
         verdict=_text(report.verdict),
         warnings=f'<div class="remarks">\n{_paragraphs(report.remarks)}\n</div>'
         * bool(report.remarks),
-        charts="\n".join(map(_chart, charts(report))),
+        charts="\n".join(_chart(*chart) for chart in charts(report)),
         program=said.format(escape(program)) if program else "",
         tables="\n".join(map(_table, grids(report))),
         data=base64.b64encode(dump(report)).decode("ascii"),

@@ -1,6 +1,6 @@
 """A report as tables in a terminal, or in a file: nothing is cut off, and nothing needs colours."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich import box
@@ -11,25 +11,26 @@ from rich.text import Text
 from mcinfer.bench import texts
 from mcinfer.bench.figures import (
     FLAWED,
-    OF_LOADS,
-    OF_WAYS,
+    MEGABYTES,
+    ONE,
     TO,
-    Figures,
     Spread,
     Unit,
     difference_text,
     latency_unit,
+    memory,
     middle_text,
     number,
     plus_minus,
+    spread_of,
     time_unit,
     under,
 )
-from mcinfer.bench.report import Report, Way
+from mcinfer.bench.report import Report
 from mcinfer.bench.texts import printable
 
 _NAME_WIDTH = 16
-_COMPARED = ("rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
+_OF_LOADS = ("way", "n", "rows/s", "speed-up", "p50", "p90", "p99", "max", "overhead", "cores")
 
 Cell = str | tuple[Spread, Unit]
 """Text as it is, or a figure."""
@@ -49,29 +50,6 @@ class Grid:
     flawed: frozenset[int] = frozenset()
 
 
-def _cells(names: Iterable[str], way: Way, figures: Figures | None, times: Unit) -> Iterator[Cell]:
-    for name in names:
-        term = OF_WAYS.get(name) or OF_LOADS[name]
-        yield term.of(way if name in OF_WAYS else figures), term.unit or times
-
-
-def _grid(
-    title: str, first: str, names: Sequence[str], ways: Sequence[tuple[str, Figures]], times: Unit
-) -> Grid:
-    """A table of ways under a load, each with its first cell; the unit of latencies is in the title."""
-    units = ((OF_WAYS.get(name) or OF_LOADS[name]).unit or Unit() for name in names)
-    titles = (f"{name} {unit.sign}".rstrip() for name, unit in zip(names, units, strict=True))
-    return Grid(
-        title=title,
-        header=(first, "n", *titles),
-        rows=tuple(
-            (start, f"{OF_LOADS['n'].of(f).middle:.0f}", *_cells(names, f.way, f, times))
-            for start, f in ways
-        ),
-        flawed=frozenset(i for i, (_, figures) in enumerate(ways) if not figures.sound),
-    )
-
-
 def grids(report: Report) -> tuple[Grid, ...]:
     """One of each load, and one of what is known of a way whatever the load."""
     found = []
@@ -81,25 +59,42 @@ def grids(report: Report) -> tuple[Grid, ...]:
         asked = "" if load.rate is None else f"{number(load.rate * load.batch)} rows/s asked for; "
         base = next((figures.other for figures in compared if figures.other), "")
         over = f"speed-up over {printable(base)}; " if base else ""
-        title = f"{load} ({asked}{over}latency and overhead in {unit.sign})"
-        named = [(texts.marked(figures), figures) for figures in compared]
-        found.append(_grid(title, "way", _COMPARED, named, unit))
+        rows: list[tuple[Cell, ...]] = [
+            (
+                texts.marked(figures),
+                f"{spread_of(turn.made for turn in figures.turns).middle:.0f}",
+                (figures.rows, ONE),
+                (figures.speedup, ONE),
+                *((figures.latency(part), unit) for part in (0.5, 0.9, 0.99, 1.0)),
+                (figures.overhead, unit),
+                (figures.cores, ONE),
+            )
+            for figures in compared
+        ]
+        found.append(
+            Grid(
+                title=f"{load} ({asked}{over}latency and overhead in {unit.sign})",
+                header=_OF_LOADS,
+                rows=tuple(rows),
+                flawed=frozenset(i for i, figures in enumerate(compared) if not figures.sound),
+            )
+        )
     ways = [w for w in report.ways if w.start_seconds or w.memory]
     times = time_unit(min(way.start_seconds, default=0.0) for way in ways)
-    rows: list[tuple[Cell, ...]] = []
+    compares = any(way.difference is not None for way in ways)
+    rows = []
     for way in ways:
-        counts = [memory.processes for memory in way.memory] or [0]
+        counts = [each.processes for each in way.memory] or [0]
         ends = dict.fromkeys((min(counts), max(counts)))
+        sizes: list[Cell] = [(spread, MEGABYTES) for spread in memory(way)]
+        start: Cell = (spread_of(way.start_seconds), times)
         processes = TO.join(map(str, ends)) if way.memory else TO
-        cells = _cells(OF_WAYS, way, None, times)
-        rows.append((printable(way.name), *cells, processes, str(way.workers)))
-    titles = (f"{name} {(term.unit or times).sign}" for name, term in OF_WAYS.items())
-    header: tuple[str, ...] = ("way", *titles, "processes", "workers")
-    if any(way.difference is not None for way in ways):
-        header += ("difference",)
-        rows = [(*row, difference_text(w.difference)) for row, w in zip(rows, ways, strict=True)]
+        difference = [difference_text(way.difference)] * compares
+        rows.append((printable(way.name), start, *sizes, processes, str(way.workers), *difference))
+    header = ("way", f"start {times.sign}", "PSS MB", "USS MB", "processes", "workers")
     if rows:
-        found.append(Grid(title="start and memory", header=header, rows=tuple(rows)))
+        whole = (*header, *["difference"] * compares)
+        found.append(Grid(title="start and memory", header=whole, rows=tuple(rows)))
     return tuple(found)
 
 

@@ -14,12 +14,12 @@ from mcinfer.bench.figures import (
     CLEAR_GAIN,
     FLAWED,
     MEGABYTES,
-    OF_WAYS,
     Figures,
     best_gain,
     difference_text,
     gains,
     kept_up,
+    memory,
     number,
     seconds_text,
     spread_of,
@@ -184,9 +184,7 @@ def _engine_text(way: Way) -> str:
 
 def _memory_text(best: Figures) -> str:
     """The memory of mcinfer's way beside that of the baseline that its speed is beside."""
-    own, others = (
-        OF_WAYS["PSS"].of(each.way).middle if each else math.nan for each in (best, best.base)
-    )
+    own, others = (memory(each.way)[0].middle if each else math.nan for each in (best, best.base))
     name, part = printable(best.other), own / others
     if math.isnan(part):
         return ""
