@@ -123,8 +123,8 @@ def asked_of(path: str, body: bytes, models: Models, **options: Any) -> tuple[Me
             scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
             ends = {"client": ("here", 1), "server": ("socket", None), "headers": []}
             if options.get("client_shared_memory"):
-                own, size = ("socket", None), REGION.stat().st_size
-                service.regions.register(own, own, "region", key=REGION.name, byte_size=size)
+                user, size = os.geteuid(), REGION.stat().st_size
+                service.regions.register(user, "region", key=REGION.name, byte_size=size)
                 os.truncate(REGION, size - 1)
             asking = asyncio.ensure_future(app({**scope, **ends}, client.receive, client.send))
             while not asking.done():

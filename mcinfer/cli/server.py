@@ -31,6 +31,7 @@ from mcinfer.serve.figures import Figures
 from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
+from mcinfer.serve.regions import user_of
 from mcinfer.serve.service import ServeOptions, Service
 
 _log = logging.getLogger("mcinfer.serve")
@@ -312,7 +313,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._connection = Connection()
+        self._connection = Connection(partial(user_of, transport.get_extra_info("socket")))
         self._writer = _Writer(transport, self._connection)
         self.app_state = {**self.app_state, CONNECTION: self._connection}
         self._due = self.loop.time() + _HEAD_SECONDS

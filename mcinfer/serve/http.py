@@ -70,12 +70,17 @@ WHOLE = "whole"
 class Connection:
     """Ends what runs for a client when the client hangs up.
 
+    Args:
+        user: Finds the user of the client, or None.
+
     Attributes:
+        user: As given.
         is_lost: Whether the client has hung up.
         joins: Whether what is written waits for what is written next; `_Infer` has all of an answer at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, user: Callable[[], int | None] = lambda: None) -> None:
+        self.user = user
         self.joins = False
         self.is_lost = False
         self._running: asyncio.Task[Any] | None = None
@@ -488,8 +493,8 @@ def make_app(
         return probe("ready", service.model_ready(model, version), name=model)
 
     async def register(request: Request) -> Response:
-        ends = (request.scope["client"], request.scope["server"])
-        answer = answers(partial(service.regions.register, *ends))
+        connection = request.scope.get("state", {}).get(CONNECTION) or Connection()
+        answer = answers(partial(service.regions.register, connection.user()))
         return cast("Response", await answer(request))
 
     def refuse_card(*_: str) -> None:
