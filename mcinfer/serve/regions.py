@@ -13,10 +13,9 @@ import stat
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.serve.documents import Size, TensorParameters
+from mcinfer.serve.documents import RegionStatus, Size, TensorParameters
 from mcinfer.serve.models import RefusedError
 from mcinfer.shm.descriptors import peer_credentials
 
@@ -136,7 +135,7 @@ class Regions:
         for known in [name] if name else [*self._regions]:
             self._regions.pop(known, None)
 
-    def status(self, name: str = "") -> list[dict[str, Any]]:
+    def status(self, name: str = "") -> list[RegionStatus]:
         """The regions, or the one of this name."""
         if name and name not in self._regions:
             raise InvalidInputError(f"Unable to find system shared memory region: '{name}'")
@@ -159,7 +158,8 @@ def user_of(connection: socket.socket) -> int | None:
     """The user of a client on this machine, None if that cannot be known.
 
     Of a Unix socket's the kernel has kept it (`SO_PEERCRED`). Over TCP it is by the list of connections of
-    proc(5), where the client's end alone would not do: another user's can have the same one, with another server.
+    proc(5), where the client's end alone would not do: another user's can have the same one, with another
+    server.
     """
     if connection.family == socket.AF_UNIX:
         return peer_credentials(connection)[1]
