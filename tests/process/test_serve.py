@@ -422,6 +422,25 @@ def test_client_that_hangs_up_after_several_requests_ends_the_one_that_runs(
         assert "Traceback" not in server.text()
 
 
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("place", ["port", "socket"])
+def test_client_that_has_ended_its_side_gets_its_answers_however_long_they_take(
+    fake_model: FakeModel, version: bytes, place: str, tmp_path: Path
+) -> None:
+    """As that of ``printf … | nc -N``."""
+    model = fake_model(when={"-1": "sleep:2"})
+    options = ["--name", "model", "--engine", "fake", "--devices", 1]
+    options += ["--uds", tmp_path / "s"] if place == "socket" else []
+    with Server(model, *options) as server, server.connection() as opened:
+        opened.connect() if place == "port" else None
+        asked = lines_of(np.full((1, 4), -1, np.float32)).replace(b"HTTP/1.1", b"HTTP/" + version)
+        opened.sock.sendall(asked if version == b"1.0" else 2 * asked)
+        opened.sock.shutdown(socket.SHUT_WR)
+        answers = b"".join(iter(lambda: opened.sock.recv(1 << 16), b""))
+        assert answers.count(b" 200 OK") == (1 if version == b"1.0" else 2)
+        assert (b" 100 Continue\r\n\r\n" in answers) == (version == b"1.1")
+
+
 def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> None:
     asked = b""
     for first in range(5):
