@@ -350,7 +350,8 @@ class Models:
             try:
                 model.replace(await self._open(name, model.place, config))
             except (McinferError, OSError, MemoryError) as exc:
-                model.reason = str(exc) if isinstance(exc, InvalidInputError) else LOG_SAYS
+                is_own = isinstance(exc, InvalidInputError) and not exc.by_runtime
+                model.reason = str(exc) if is_own else LOG_SAYS
                 text = f"failed to load '{name}', "
                 raise RefusedError(400, f"{text}{exc}", text + model.reason) from exc
 
