@@ -194,6 +194,16 @@ def test_body_over_the_limit_is_refused_packed_or_not(server: Server) -> None:
     assert server.ask(INFER, bomb, {"Content-Encoding": "gzip"}).status == 413
 
 
+def test_answer_has_no_text_of_a_runtime_that_refuses_the_inputs(fake_model: FakeModel) -> None:
+    model = fake_model(when={"-1": "refuse"})
+    with Server(model, "--name", "model", "--engine", "fake", "--devices", 1) as server:
+        answer = server.infer(np.full((1, 4), -1, np.float32))
+        said = "input 'x': got FP32 [1, 4], expected FP32 [-1, 4]"
+        assert answer.status == 400
+        assert answer.error == f"the model refuses {said}: the server's log says why"
+        wait_until(lambda: "/its/file" in server.text(), PATIENCE)
+
+
 def test_page_of_another_site_may_not_ask(server: Server) -> None:
     own = f"http://127.0.0.1:{server.address[1]}"
     for origin, host, status in (

@@ -192,15 +192,14 @@ GATHER = (
 )
 
 
-@pytest.mark.parametrize("devices", ["1", "inline"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_values_that_the_runtime_refuses_are_answered_in_words_of_the_server_s(
-    serve: Serve, tmp_path: Path, devices: str, protocol: Protocol
+    serve: Serve, tmp_path: Path, protocol: Protocol
 ) -> None:
     """The runtime's own text, which may name files, is in the log alone."""
     path = tmp_path / "gather.onnx"
     onnx.save(text_model(GATHER), path)
-    served = serve(path, "--devices", devices)
+    served = serve(path, "--devices", "inline")
     table, index = np.zeros((3, 2), np.float32), np.array([9])
     with Client(protocol, served) as client, client.refused(400) as said:
         client.infer("gather", {"table": table, "index": index})
