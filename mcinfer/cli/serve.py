@@ -157,7 +157,7 @@ def serve(
         parsed(
             "SECONDS",
             parse_pause,
-            "To go on accepting after SIGTERM, while no probe is ready; 0 with --processes.",
+            "To go on accepting after SIGTERM, while no probe is ready.",
         ),
     ] = 1.0,
     model_control_mode: Annotated[
@@ -244,7 +244,6 @@ def serve(
             (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
             (with_regions, "--client-shared-memory: one process alone would know a region"),
             (any(d != ["inline"] for d in given.values()), "--devices: each has inline sessions"),
-            (drain_delay not in (0.0, 1.0), "--drain-delay: they take no connection after SIGTERM"),
         ):
             if one:
                 raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")

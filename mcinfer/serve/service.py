@@ -118,7 +118,7 @@ class Service(Collector):
     def ready(self) -> bool:
         """Whether load balancers should send requests."""
         ready = self.models.ready or not self.options.strict_readiness
-        return ready and not self.ending.is_set()
+        return ready and not self.ending.is_set() and self.figures.all_serve
 
     def model_ready(self, name: str, version: str = "") -> bool:
         with suppress(RefusedError):

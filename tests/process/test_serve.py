@@ -510,11 +510,12 @@ def test_rows_of_one_client_do_not_decide_how_those_of_others_are_joined(
             assert not any(threads.map(differs, range(2, 66)))
 
 
+@pytest.mark.parametrize("how", ["--devices", "--processes"])
 def test_sigterm_answers_what_was_accepted_and_what_comes_while_probes_are_told(
-    fake_model: FakeModel,
+    how: str, fake_model: FakeModel
 ) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
-    options = ("--name", "model", "--engine", "fake", "--devices", 2, "--drain-delay", 2)
+    options = ("--name", "model", "--engine", "fake", how, 2, "--drain-delay", 3)
     with Server(model, *options) as server:
         workers = server.workers()
         with server.connection() as idle, ThreadPoolExecutor(4) as pool:
