@@ -212,6 +212,10 @@ class Scheduler:
         self.lifecycle.recycle_if_due(self.workers[worker], size)
         self._go_on(now)
 
+    def handle_standing(self, worker: int, *, stopped: bool) -> None:
+        """A look at the worker's process, one each second in which it has runs: is it stopped by a signal?"""
+        self.lifecycle.note_standing(self.workers[worker], stopped=stopped)
+
     def handle_restart(self, now: float) -> None:
         """Replace all workers, one after another; `workers_restarted` follows.
 

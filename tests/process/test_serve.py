@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -26,7 +27,7 @@ from mcinfer.serve.messages import message
 from tests.command_line import COMMAND
 from tests.process.models import FakeModel, OnnxModel, write_fake_model
 from tests.process.scripts import Program
-from tests.process.waiting import is_alive, wait_until
+from tests.process.waiting import all_gone, is_alive, wait_until
 from tests.serve.servers import Server, request_of
 
 PATIENCE = 40.0
@@ -630,6 +631,34 @@ def test_request_that_the_end_leaves_no_time_for_is_status_503(fake_model: FakeM
         assert server.end() == 143
         assert (asked.result(PATIENCE).status, asked.result().headers["retry-after"]) == (503, "1")
         assert "Traceback" not in server.text()
+
+
+def test_worker_that_is_stopped_under_load_costs_no_request(fake_model: FakeModel) -> None:
+    """What it has goes to the other one, long before the time-out of 60 s."""
+    options = ("--name", "model", "--engine", "fake", "--devices", 2)
+    with Server(fake_model(), *options) as server, ThreadPoolExecutor(4) as pool:
+        stopped, *_ = server.workers()
+        ending, longest = threading.Event(), 0.0
+
+        def ask() -> set[int]:
+            nonlocal longest
+            statuses = set()
+            while not ending.is_set():
+                begin = time.monotonic()
+                statuses.add(server.infer(X).status)
+                longest = max(longest, time.monotonic() - begin)
+            return statuses
+
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            wait_until(lambda: server.figure("mcinfer_worker_runs_total", worker="0") > 10)
+            os.kill(stopped, signal.SIGSTOP)
+            wait_until(lambda: all_gone([stopped]), PATIENCE)
+        finally:
+            ending.set()
+        assert {status for each in asking for status in each.result(PATIENCE)} == {200}
+        assert 1 < longest < 40
+        assert "stopped by a signal" in server.text()
 
 
 def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel) -> None:
