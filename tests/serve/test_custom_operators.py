@@ -28,7 +28,7 @@ Z = np.arange(-4, 4, dtype=np.float32).reshape(2, 4)
 
 @pytest.fixture
 def library() -> Path:
-    """As its `get_library_path`. To import it chooses protobuf without upb, for servers that begin later, too."""
+    """As its `get_library_path`. To import it chooses protobuf without upb, for later servers, too."""
     origin = PACKAGE.origin if PACKAGE else None
     (found,) = Path(origin or "").parent.glob("_extensions_pydll*.so")
     return found
