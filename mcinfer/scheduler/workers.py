@@ -51,9 +51,7 @@ LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
 
 MAX_TEXT = 4000  # characters of a worker's error that are kept
-MAX_STOPPED = (
-    5  # looks in a row, a second apart, that may find a worker with runs stopped by a signal
-)
+MAX_STOPPED = 5  # looks in a row, a second apart, that find a worker with runs stopped
 STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and its end
 
 SHORTEST_PROBE = 0.1
