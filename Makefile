@@ -104,7 +104,7 @@ WRITE ?=
 test-real-models: .venv-suites/installed
 	.venv-suites/bin/python benchmarks/real_models.py $(if $(WRITE),--write docs/programs.md)
 
-# Programs that hold a session: as they are, with inline sessions, with workers.
+# Programs that hold a session: as they are, with inline sessions, with workers; and those of docs/howto/files.md.
 test-programs: .venv-suites/installed
 	.venv-suites/bin/python -m pytest -c tests/programs/programs.ini --rootdir . --confcutdir tests/programs tests/programs
 
@@ -246,7 +246,8 @@ $(VENV)/installed-%: $(VENV)/installed
 	.venv-suites/bin/$(PIP) 'pip>=25.1' # earlier ones know no groups, and take very long to find what fits
 	.venv-suites/bin/$(PIP) --editable '.[bench,cpu,diffusers,grpc,openvino,ray,serve]' --group test --group plots \
 	    $(MODELS) $(SERVE_CLIENTS) $(DIFFUSERS) $(TORCH) $(DEPLOY) \
-	    'granian[uvloop]==2.8.7' loky mosec==0.9.8 pillow playwright requests scikit-learn trustme
+	    'granian[uvloop]==2.8.7' loky mosec==0.9.8 onnxruntime-extensions openapi-spec-validator pandas pillow \
+	    playwright pyarrow requests scikit-learn trustme
 	touch $@
 
 .venv-release/installed: Makefile

@@ -17,6 +17,7 @@
     ├── CollectiveTimeoutError (TimeoutError) a rank did not take part in a collective in time
     ├── ReadyTimeoutError (TimeoutError)      the workers were not all ready in time
     ├── QueueFullError (RuntimeError)         a limit on queued requests or memory was reached
+    │   └── MemoryFullError                   that on memory for tensors was
     ├── ClosedError (RuntimeError)            you closed it, or never started it
     ├── ProtocolError (RuntimeError)          a message that is not allowed: a bug or an intruder
     ├── WeightAccessError (PermissionError)   a process has no access to shared weights
@@ -37,7 +38,20 @@ class McinferError(Exception):
 
 
 class InvalidInputError(McinferError, ValueError):
-    """An argument does not fit: names the argument, what came and what was expected."""
+    """An argument does not fit: names the argument, what came and what was expected.
+
+    Attributes:
+        by_runtime: Whether the runtime refused the inputs in a run: the text is its own, and may name files.
+    """
+
+    by_runtime = False
+
+
+def refused_by_runtime(text: str) -> InvalidInputError:
+    """The error for inputs that the runtime refuses in a run, with the runtime's text."""
+    error = InvalidInputError(text)
+    error.by_runtime = True
+    return error
 
 
 def is_refusal(caught: object) -> bool:
@@ -108,7 +122,11 @@ class ReadyTimeoutError(McinferError, TimeoutError):
 
 
 class QueueFullError(McinferError, RuntimeError):
-    """Too many requests are queued, or all shared memory for tensors is in use."""
+    """Too many requests are queued (`Limits.queue`, `Limits.queue_bytes`), or it is a `MemoryFullError`."""
+
+
+class MemoryFullError(QueueFullError):
+    """All shared memory for tensors that `Limits.memory_bytes` allows, or a card's, is in use."""
 
 
 class ClosedError(McinferError, RuntimeError):

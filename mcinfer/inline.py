@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from weakref import ref
 
 from mcinfer.config import INLINE, Device, EngineOptions, PoolPlan
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Engine, EngineRequest, RunCancelledError
 from mcinfer.engines.preparation import described, readable_content
 from mcinfer.errors import (

@@ -751,7 +751,7 @@ class Master:
         Raises:
             InvalidInputError: An unknown name, another number of dimensions, more bytes than the limit, no
                 such card, or a type that CuPy lacks.
-            QueueFullError: The memory is in use.
+            MemoryFullError: The memory is in use.
             MissingDependencyError: The package cuda-bindings or CuPy is not installed.
             ClosedError: The master is not started, or closed.
         """
@@ -786,7 +786,7 @@ class Master:
         Raises:
             InvalidInputError: A name, dtype or shape does not fit; names it. After any of these errors, no
                 weight was changed.
-            QueueFullError: No shared memory was free.
+            MemoryFullError: No shared memory was free.
             PredictError: The system has no shared memory left.
             ClosedError: The master is not started, or closed.
         """

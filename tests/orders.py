@@ -255,11 +255,17 @@ def ready_pool(
     return scheduler
 
 
-def restarted(scheduler: Pool, worker: int, now: float, concurrent: int = 1) -> list[Order]:
-    """The worker's restart is due: it starts and loads; what its BUILD_FINISH led to."""
+def restarted(scheduler: Pool, worker: int, concurrent: int = 1) -> list[Order]:
+    """The worker's restart comes when it is due: it starts and loads; what its BUILD_FINISH led to."""
+    return finish_build(scheduler, worker, started_again(scheduler, worker), concurrent)
+
+
+def started_again(scheduler: Pool, worker: int) -> float:
+    """The worker's restart comes when it is due, which is returned; it has not connected yet."""
+    now: float = scheduler.next_time()
     assert scheduler.handle_time(now) == [StartWorker(worker=worker)]
     scheduler.handle_started(now, worker, 200 + worker)
-    return finish_build(scheduler, worker, now, concurrent)
+    return now
 
 
 def end_hung(scheduler: Pool, now: float, worker: int) -> None:

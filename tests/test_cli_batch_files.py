@@ -1,9 +1,10 @@
 """Tests of mcinfer/cli/batch_files.py: mapped inputs, and results that are kept and joined."""
 
+import csv
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from mcinfer.cli.batch_files import PartialResults, opened_input
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.sharding import JoinError
-from mcinfer.specs import ModelSpec, TensorSpec
+from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 from tests.command_line import files, loaded
 
 Array = NDArray[Any]
@@ -42,6 +43,11 @@ def write_npz(target: Path | io.BytesIO, compression: int, **arrays: Array) -> N
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array)
+
+
+def empty(dtype: Any) -> Callable[[Mapping[str, tuple[int, ...]]], dict[str, Array]]:
+    """As `Master.allocate` of a model with inputs of this type."""
+    return lambda shapes: {name: np.empty(shape, dtype) for name, shape in shapes.items()}
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,10 +73,46 @@ def test_array_is_the_same_however_it_is_stored(
     dtype = object if array.dtype.kind in "US" else array.dtype.newbyteorder("=")
     with opened_input(path, path.parent) as opened:
         opened.content.pop("other", None)
-        got = opened.arrays(model(dtype=dtype))["x"]
+        got = opened.arrays(model(dtype=dtype), {}, empty(dtype))["x"][...]
         opened.let_go()
         assert (got.dtype, got.shape) == (array.dtype, array.shape)
         assert got.tobytes() == array.tobytes()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    stored=st.sampled_from(["u1", "<i2", ">f8", "<f2", "?"]),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16", "int32"]),
+    axes=st.permutations("nhwc"),
+    scale=st.sampled_from([None, 1 / 255, -3.0]),
+    place=st.sampled_from([..., (slice(None), slice(1, 3)), slice(2, 2)]),
+    seed=st.integers(0, 9),
+)
+def test_part_is_transposed_cast_and_then_multiplied_in_the_models_type(
+    tmp_path_factory: pytest.TempPathFactory,
+    stored: str,
+    dtype: str,
+    axes: list[str],
+    scale: float | None,
+    place: Any,
+    seed: int,
+) -> None:
+    assume(dtype != "int32" or "f" not in stored)
+    path = tmp_path_factory.getbasetemp() / "converted.npy"
+    np.save(path, np.random.default_rng(seed).integers(0, 99, (5, 4, 3, 2)).astype(stored))
+    target = numpy_dtype(dtype)
+    expected = np.load(path).transpose(["nhwc".index(axis) for axis in axes]).astype(target)
+    said: dict[str, dict[str, Any]] = {
+        "--layout": {"x": f"nhwc:{''.join(axes)}"},
+        "--cast": {"": dtype},
+    }
+    if scale is not None and dtype != "int32":
+        said["--scale"] = {"": scale}
+        expected = expected * target.type(scale)
+    with opened_input(path, path.parent) as opened:
+        x = opened.arrays(model(dtype=target), said, empty(target))["x"]
+        assert (x.shape, x.nbytes) == (expected.shape, expected.nbytes)
+        assert x[place].tobytes() == expected[place].tobytes()
 
 
 def damaged(compression: int) -> bytes:
@@ -168,8 +210,9 @@ def results(
     target: Path, work: dict[str, Any] = WORK, restart: bool = False, **outputs: int | None
 ) -> Iterator[PartialResults]:
     """One run, which saves its results at its end."""
-    with closing(PartialResults(target, work, restart=restart)) as making:
-        making.begin({}, outputs)
+    making = PartialResults(target, work, ending=target.suffix, restart=restart)
+    with closing(making):
+        making.begin({"outputs": outputs})
         yield making
         if not target.exists() and making.done:
             making.save()
@@ -215,6 +258,56 @@ def test_parts_of_any_size_come_together_also_after_an_interruption(
     np.testing.assert_array_equal(got["y"], whole.astype(np.str_) if dtype == "U" else whole)
     np.testing.assert_array_equal(got["n"], same)
     assert not target.with_name(f".{target.name}.partial").exists()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    column=st.sampled_from(["float32", "float16", "bfloat16", "float64", "int64"]).flatmap(
+        lambda dtype: st.tuples(
+            st.just(numpy_dtype(dtype)),
+            hnp.arrays(f"u{numpy_dtype(dtype).itemsize}", st.integers(0, 20)),
+        )
+    ),
+    name=st.sampled_from(["y", 'a,"b"']),
+    stop=st.integers(0, 20),
+)
+def test_numbers_of_a_csv_file_are_the_same_again(
+    tmp_path_factory: pytest.TempPathFactory, column: Any, name: str, stop: int
+) -> None:
+    dtype, bits = column
+    numbers = bits.view(dtype)
+    target = tmp_path_factory.getbasetemp() / f"{os.getpid()}.csv"
+    target.unlink(missing_ok=True)
+    for part in (
+        numbers[:stop, None],
+        numbers[stop:, None],
+    ):  # as one run and the one that resumes it
+        with results(target, WORK, False, **{name: 0}) as making:
+            making.add({name: part})
+            if making.done == 2:
+                [line] = making.finish(model(name, dtype=dtype))
+    assert line == f"{name}: {dtype.name}[{len(numbers)}, 1]"
+    with target.open(newline="") as file:
+        [head], *rows = csv.reader(file)
+    read = np.array([dtype.type(row) for [row] in rows], dtype)
+    assert head == name
+    same = (read.view(bits.dtype) == bits) | (np.isnan(read) & np.isnan(numbers))
+    assert (len(read), same.all()) == (len(numbers), True)
+
+
+@pytest.mark.parametrize(
+    ("axis", "part"),
+    [(0, np.ones((2, 2))), (1, np.ones((2, 1))), (0, np.array(["a"])), (None, np.ones(()))],
+)
+def test_what_is_no_column_of_numbers_is_refused_for_a_csv_file(
+    tmp_path: Path, axis: int | None, part: Array
+) -> None:
+    with (
+        pytest.raises(InvalidInputError, match=r"--output: a \.csv file has one number a row, got"),
+        results(tmp_path / "out.csv", y=axis) as making,
+    ):
+        making.add({"y": part})
+    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from onnx import TensorProto, helper
 
 from mcinfer.cli import batch, main
 from mcinfer.cli.batch import Requests, plan_requests
+from mcinfer.master import Master
 from mcinfer.sharding import Axes, SaidAxes, first_split
 from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 from tests.command_line import (
@@ -31,6 +35,8 @@ from tests.command_line import (
     save,
     save_double,
 )
+
+ROOT = Path(__file__).parents[1]
 
 # A recurrent model as frameworks export it: no shape of `stateN` says what joins.
 STATEFUL = """
@@ -195,7 +201,7 @@ def test_file_that_cannot_be_read_or_written_is_named(double: Path, case: Case) 
         ("pipe", "out.npz"),
         ("none", "none/y.npz"),
         ("none", "folder.npz"),
-        ("none", "y.csv"),
+        ("none", "y.txt"),
     ):
         assert call(double, case.folder / source, case.folder / target) == 1
         wrong = ("--input", source) if target == "out.npz" else ("--output", target)
@@ -225,6 +231,119 @@ def test_wrong_input_keeps_the_old_output(
     assert text in case.fail(double, arrays)
     assert case.output.read_bytes() == b"of an earlier run"
     assert files(case.folder) == ["double.onnx", "in.npz", "out.npz"]
+
+
+@pytest.mark.parametrize("name", ["images", "a.PNG", "rows.parquet", "rows.csv"])
+def test_what_a_program_has_to_read_names_the_page_with_programs(
+    double: Path, case: Case, name: str
+) -> None:
+    source = case.folder / name
+    source.mkdir() if name == "images" else source.write_bytes(b"1,2,3")
+    assert call(double, source, case.output) == 1
+    line = only_line(case.capsys.readouterr().err)
+    assert line.startswith(f"mcinfer: --input: got {source}, expected an .npz or .npy file; ")
+    [page] = re.findall(r"docs/\S+\.md", line)
+    assert source.suffix.lower() in (ROOT / page).read_text("utf-8")
+
+
+# Conversions.
+
+PIXELS = np.random.default_rng(3).integers(0, 256, (70, 2, 4, 3), np.uint8)
+TO_FLOATS = ("--scale", "1/255", "--layout", "nhwc:nchw", "--cast", "float32")
+
+TOKENS = """
+<ir_version: 8, opset_import: ["": 17]>
+tokens (float16[batch, 4] x, int64[batch, 4] ids) => (float16[batch, 4] y) {
+    typed = Cast <to = 10> (ids)
+    y = Add (x, typed)
+}
+"""
+
+
+@pytest.mark.parametrize("devices", ["inline", "2"])
+def test_pixels_become_what_numpy_makes_of_them(case: Case, devices: str) -> None:
+    model = """
+    <ir_version: 8, opset_import: ["": 17]>
+    images (float[batch, 3, 2, 4] x) => (float[batch, 3, 2, 4] y) { y = Add(x, x) }
+    """
+    words = (*TO_FLOATS, "--batch", "20", "--devices", devices)
+    assert case.run(model, {"x": PIXELS}, *words, equal=False) == ""
+    x = PIXELS.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255)
+    assert loaded(case.output)["y"].tobytes() == (x + x).tobytes()
+
+
+def test_conversions_are_for_the_inputs_that_they_name_or_fit(case: Case) -> None:
+    x, ids = np.ones((3, 4), np.uint8), np.arange(12, dtype=np.int32).reshape(4, 3)
+    words = ("--cast", "float16", "--cast", "ids=int64", "--layout", "ids=sn:ns", "--scale", "0.5")
+    case.run(TOKENS, {"x": x, "ids": ids}, *words, equal=False)
+    np.testing.assert_array_equal(loaded(case.output)["y"], ids.T + np.float16(0.5))
+    twice = ("--cast", "float16", "--scale", "0.5", "--scale", "x=2")
+    case.run(TOKENS, {"x": x, "ids": ids.T.astype(np.int64)}, *twice, equal=False)
+    np.testing.assert_array_equal(loaded(case.output)["y"], ids.T + np.float16(2))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--cast", "flot16"), "--cast: got flot16, expected an input of this type"),
+        (("--cast", "z=float16"), "--cast: got z=float16, expected an input of this type"),
+        (
+            ("--cast", "ids=float16"),
+            "numbers for it (for integers, integers): there is x: float16[batch, 4], ids: ",
+        ),
+        (
+            ("--cast", "float16", "--scale", "ids=2"),
+            "--scale: got ids=2.0, expected an input of floats",
+        ),
+        (("--layout", "nhwc:nchw"), "--layout: got nhwc:nchw, expected an array with so many axes"),
+        (
+            ("--layout", "ab:ba", "--cast", "float16"),
+            "input 'x' has size 3 in dimension 1, expected",
+        ),
+        (("--cast", "float16"), "--cast, --scale: overflow encountered in cast, for x: float16["),
+        ((), '(x: float16[batch, 4]): x.astype("float16"); --cast float16 converts numbers'),
+    ],
+)
+def test_conversion_that_does_not_fit_is_refused(
+    case: Case, words: tuple[str, ...], text: str
+) -> None:
+    inputs: Arrays = {"x": np.full((3, 4), 1e9), "ids": np.ones((3, 4), np.int64)}
+    assert text in case.fail(TOKENS, inputs, *words)
+    assert files(case.folder) == ["in.npz", "model.onnx"]
+
+
+def test_integers_that_the_type_cannot_hold_are_refused(case: Case) -> None:
+    inputs: Arrays = {"x": np.ones((3, 4)), "ids": np.full((3, 4), 2**63, np.uint64)}
+    words = ("--cast", "float16", "--cast", "ids=int64")
+    line = case.fail(TOKENS, inputs, *words)
+    assert "input 'ids' has values from 9223372036854775808 to" in line
+    line = case.fail(TOKENS, {**inputs, "ids": np.ones((3, 4))}, *words)
+    assert "--cast: got ids=int64, expected an input of this type" in line
+
+
+# Columns.
+
+
+def test_one_number_a_row_is_written_as_a_csv_file(double: Path, case: Case) -> None:
+    model = """
+    <ir_version: 8, opset_import: ["": 17]>
+    score (float[batch, 3] x) => (float[batch, 1] score) {
+        score = ReduceMean <axes = [1], keepdims = 1> (x)
+    }
+    """
+    source, target = case.folder / "in.npy", case.folder / "out.csv"
+    x = np.random.default_rng(4).normal(0, 1, (50, 3)).astype(np.float32)
+    np.save(source, x)
+    assert call(case.written(model), source, target, "--batch", "20") == 0
+    assert case.capsys.readouterr() == ("score: float32[50, 1]\n", "")
+    head, *lines = target.read_text("utf-8").splitlines()
+    session = onnxruntime.InferenceSession(case.folder / "model.onnx")
+    [expected] = session.run(None, {"x": x})
+    assert (head, lines) == ("score", [str(number) for number in expected[:, 0]])
+    assert np.array(lines, np.float32).tobytes() == expected.tobytes()
+    assert call(double, source, target) == 1
+    line = only_line(case.capsys.readouterr().err)
+    assert "a .csv file has one number a row, got output 'y' of float32, (batch, 3)" in line
 
 
 # Interrupted work.
@@ -278,10 +397,19 @@ def test_results_are_kept_after_a_failure_and_for_the_same_work_alone(
     assert line.endswith("; 4 of 6 rows are kept; run the same command again to resume")
     assert partial.stat().st_mode & 0o777 == 0o600
     half.touch()
-    status, err = case.end(half, HALF, "--batch", "2")
-    assert (status, err.splitlines()[0]) == (1, RESUMED)
-    line = case.fail(half, HALF, "--batch", "3")
-    assert f"--output: {partial} holds the results of other work, with another --batch;" in line
+    for devices in ("inline", "cpu:0,cpu:1"):
+        status, err = case.end(half, HALF, "--batch", "2", "--devices", devices)
+        assert (status, err.splitlines()[0]) == (1, RESUMED)
+    line = case.fail(half, HALF, "--batch", "3", "--scale", "2")
+    assert (
+        f"--output: {partial} holds the results of other work, with another --scale, --batch;"
+        in line
+    )
+    begun = partial.read_bytes()
+    partial.write_bytes(begun.replace(b'["cpu"]', b'["gpu"]'))
+    line = case.fail(half, HALF, "--batch", "2")
+    assert "of other work, with another kind of --devices; --restart" in line
+    partial.write_bytes(begun)
     good: Arrays = {"i": np.array([0, 1, 2, 0, 2, 1])}
     line = case.fail(half, good, "--batch", "2")
     assert "of other work, with another input; --restart" in line
@@ -291,6 +419,22 @@ def test_results_are_kept_after_a_failure_and_for_the_same_work_alone(
     assert not case.output.exists()
     assert case.run(half, good, "--batch", "2", "--restart") == ""
     assert files(case.folder) == ["gather.onnx", "in.npz", "out.npz"]
+
+
+def test_resumed_run_has_work_for_all_its_workers(
+    half: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.array([0, 1, 2, 0, 99, *range(3), *range(3)])
+    case.fail(half, {"i": rows}, "--batch", "1")
+    together, predict = Barrier(3), Master.predict
+
+    def wait(master: Master, *args: Any, **named: Any) -> Any:
+        together.wait(20.0)  # fails unless so many are under way
+        return predict(master, *args, **named)
+
+    monkeypatch.setattr(Master, "predict", wait)
+    status, err = case.end(half, {"i": rows}, "--batch", "1", "--devices", "2")
+    assert (status, err.splitlines()[0]) == (1, "mcinfer: resuming at row 4 of 11")
 
 
 # Requests, by shapes alone.

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, parser
 
 from mcinfer.config import CoreShare
-from mcinfer.engines import _onnxruntime, open_engine
+from mcinfer.engines import _onnxruntime
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import (
     ArrayEngine,
     Buffer,
@@ -689,7 +690,7 @@ def test_precision_is_refused_by_engines_that_cannot_change_it(affine_model: str
 WITHOUT = """
 import sys
 from mcinfer.config import Device
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import MissingDependencyError
 for name in ("onnxruntime", "openvino", "mindspore", "mindspore_lite"):

@@ -29,8 +29,9 @@ from mcinfer.cards.cuda import Card, DeviceBlock, model_of
 from mcinfer.cards.slabs import OpenSlab, filled, layout
 from mcinfer.cli.cache import clear, list_entries
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines import _onnxruntime, open_engine, prepared_facts
+from mcinfer.engines import _onnxruntime
 from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
+from mcinfer.engines.adapters import open_engine, prepared_facts
 from mcinfer.engines.base import EngineRequest, OutOfDeviceMemoryError, Strings
 from mcinfer.engines.preparation import OWN_COPY, engine_folder, ensure_prepared
 from mcinfer.engines.providers import keeps_engines

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Buffer, Engine, Strings
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.specs import Dimension, TensorSpec
@@ -306,7 +306,7 @@ def test_model_without_a_name_is_loaded_and_leaves_no_copy(
 THREADS = """
 import os, sys
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import EngineRequest
 from mcinfer.errors import BuildError
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Engine, RunCancelledError
 from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.mslite import DataType, ModelType

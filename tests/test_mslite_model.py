@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper, parser
 
 import mcinfer
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
 from mcinfer.mslite import (
     Context,

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import BoundRun, Engine, EngineRequest, Strings
 from mcinfer.errors import (
     BuildError,

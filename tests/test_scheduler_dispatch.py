@@ -104,7 +104,7 @@ def test_worker_that_dies_of_wide_runs_has_no_more_of_them() -> None:
         widths += is_wide(pool.handle_request(now, request, (1,), 10.0, may_be_wide=True))
         pool.handle_died(now, 0, SIGKILL)
         pool.handle_message(now, 1, reply(request))
-        restarted(pool, 0, now)
+        restarted(pool, 0)
         assert not any(is_wide(pool.handle_request(now, request + 1, (1,), 10.0, may_be_wide=True)))
         pool.handle_message(now + 0.5, 0, reply(request + 1, seconds=WIDE_RUN))
     assert widths == [True, True, False, False, False]
@@ -192,7 +192,7 @@ def test_group_of_ranks_answers_in_order_whatever_it_says() -> None:
 def test_worker_that_starts_again_has_the_runs_at_once_that_it_then_says() -> None:
     pool = ready_pool(1, concurrent=3)
     pool.handle_died(1.0, 0, SIGKILL)
-    restarted(pool, 0, 1.0)
+    restarted(pool, 0)
     assert ask(pool, 2.0, 1, 2) == [predict(0, (1, 0))]
 
 

@@ -10,7 +10,12 @@ from mcinfer.config import Limits, Timeouts
 from mcinfer.errors import BuildError, MissingDependencyError, WorkerDiedError
 from mcinfer.protocol import Error, Exit, Preparing
 from mcinfer.scheduler.scheduler import KILLED_ENDS
-from mcinfer.scheduler.workers import LONGEST_START, SHORTEST_PROBE, STACKS_SECONDS
+from mcinfer.scheduler.workers import (
+    LONGEST_START,
+    MAX_STOPPED,
+    SHORTEST_PROBE,
+    STACKS_SECONDS,
+)
 from tests.orders import (
     EXITED,
     RESTART,
@@ -42,6 +47,7 @@ from tests.orders import (
     ready_pool,
     reply,
     restarted,
+    started_again,
     text,
 )
 
@@ -160,11 +166,10 @@ def test_slow_start_is_killed_and_fails_the_start() -> None:
 def test_worker_that_comes_back_with_another_model_does_not_serve(field: str) -> None:
     pool = ready_pool(2)
     pool.handle_died(1.0, 1, SIGKILL)
-    pool.handle_time(1.0)
-    pool.handle_started(1.0, 1, 201)
-    pool.handle_message(1.0, 1, hello(1))
+    now = started_again(pool, 1)
+    pool.handle_message(now, 1, hello(1))
     other: Any = "another" if field == "model" else (("other", "float32", (4,)),)
-    actions = pool.handle_message(1.0, 1, replace(built(), **{field: other}))
+    actions = pool.handle_message(now, 1, replace(built(), **{field: other}))
     assert actions == [KillWorker(worker=1)]
     assert "are not those of the others" in pool.lifecycle.statistics()[1].last_error
 
@@ -232,7 +237,7 @@ def test_successor_of_a_worker_with_many_runs_begins_with_one() -> None:
     answer(pool, 0.0, 1)
     assert len(pool.handle_request(0.0, 2, (1,) * 4, 10.0)) == 4
     pool.handle_died(1.0, 0, SIGSEGV)
-    assert len(restarted(pool, 0, 1.0)) == 1
+    assert len(restarted(pool, 0)) == 1
 
 
 def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_ready() -> None:
@@ -263,19 +268,18 @@ def test_end_that_is_no_fault_of_the_worker_costs_nothing_and_blames_no_run() ->
     pool.handle_killed(1, "it uses what worker 0 has made", planned=True)
     assert pool.handle_died(1.0, 1, SIGKILL) == []
     assert not pool.table.entries[1].deaths
-    assert restarted(pool, 1, 1.0) == [predict(1, (1, 1))]
+    assert restarted(pool, 1) == [predict(1, (1, 1))]
     assert pool.health(1.0).state == "ready"
 
 
 def test_model_that_does_not_load_again_counts_against_the_budget_and_is_named() -> None:
     pool = ready_pool(1, restart=replace(RESTART, budget=1))
     pool.handle_died(1.0, 0, SIGSEGV)
-    pool.handle_time(1.0)
-    pool.handle_started(1.0, 0, 200)
-    pool.handle_message(1.0, 0, hello(0))
-    assert pool.handle_message(1.0, 0, build_error()) == [Send(worker=0, message=Exit())]
-    pool.handle_request(1.0, 1, (1,), 10.0)
-    actions = pool.handle_died(1.5, 0, EXITED)
+    now = started_again(pool, 0)
+    pool.handle_message(now, 0, hello(0))
+    assert pool.handle_message(now, 0, build_error()) == [Send(worker=0, message=Exit())]
+    pool.handle_request(now, 1, (1,), 10.0)
+    actions = pool.handle_died(now + 0.5, 0, EXITED)
     assert outline(actions) == [Failed(1, WorkerDiedError), Release(request=1)]
     assert "pid 200) exited with status 0 after: no such file" in text(actions)
 
@@ -283,12 +287,11 @@ def test_model_that_does_not_load_again_counts_against_the_budget_and_is_named()
 def test_worker_that_could_not_load_the_model_and_does_not_end_says_why_it_could_not() -> None:
     pool = ready_pool(1)
     pool.handle_died(1.0, 0, SIGSEGV)
-    pool.handle_time(1.0)
-    pool.handle_started(1.0, 0, 200)
-    pool.handle_message(1.0, 0, hello(0))
-    pool.handle_message(1.0, 0, build_error())
-    end_hung(pool, 1.0 + TIMEOUTS.cancel_grace, 0)
-    pool.handle_died(3.0, 0, SIGKILL)
+    now = started_again(pool, 0)
+    pool.handle_message(now, 0, hello(0))
+    pool.handle_message(now, 0, build_error())
+    end_hung(pool, now + TIMEOUTS.cancel_grace, 0)
+    pool.handle_died(now + TIMEOUTS.cancel_grace + 1.0, 0, SIGKILL)
     cause = "worker 0 (cpu:0, pid 200): did not stop in time after: no such file"
     assert pool.lifecycle.statistics()[0].last_error.endswith(f"killed by SIGKILL after: {cause}")
 
@@ -322,6 +325,29 @@ def test_worker_that_hangs_has_no_more_time_because_the_pool_closes() -> None:
     assert pool.workers[1].kill_at == 10.5 + 60.0
 
 
+def test_worker_that_stays_stopped_with_a_run_is_ended_and_another_has_the_run() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(1.0, 1, (1,), 60.0)
+    for _ in range(MAX_STOPPED - 1):
+        assert pool.handle_standing(0, stopped=True) == []
+    assert pool.handle_standing(0, stopped=False) == []  # it was continued
+    for _ in range(MAX_STOPPED - 1):
+        assert pool.handle_standing(0, stopped=True) == []
+    assert pool.handle_standing(0, stopped=True) == [KillWorker(worker=0)]
+    assert pool.handle_standing(0, stopped=True) == []
+    assert predict(1, (1, 0)) in pool.handle_died(6.0, 0, SIGKILL)
+
+
+def test_worker_that_is_stopped_idle_or_answers_meanwhile_goes_on() -> None:
+    pool = ready_pool(1)
+    for request in range(1, 9):
+        assert pool.handle_standing(0, stopped=True) == []
+        pool.handle_request(1.0, request, (1,), 60.0)
+        for _ in range(MAX_STOPPED - 1):
+            assert pool.handle_standing(0, stopped=True) == []
+        assert len(pool.handle_message(1.0, 0, reply(request))) == 2
+
+
 # Replacing.
 
 
@@ -334,7 +360,7 @@ def test_worker_that_has_answered_or_grown_enough_is_replaced(grows: bool) -> No
     ends = pool.handle_own_memory(1.0, 0, 1001) if grows else answer(pool, 1.0, 3)
     assert ends[-1] == Send(worker=0, message=Exit())
     pool.handle_died(1.0, 0, EXITED)
-    restarted(pool, 0, 1.0)
+    restarted(pool, 0)
     assert len(answer(pool, 1.0, 4)) == 2
 
 
@@ -356,7 +382,7 @@ def test_worker_to_be_recycled_serves_on_while_the_next_process_of_another_does_
     assert pool.handle_time(1.0) == [StartWorker(worker=0)]
     assert pool.handle_died(1.0, 0, "exited with status 1") == []
     assert pool.workers[1].serves
-    assert restarted(pool, 0, 1.0 + RESTART.backoff_limit) == [Send(worker=1, message=Exit())]
+    assert restarted(pool, 0) == [Send(worker=1, message=Exit())]
 
 
 def test_worker_past_its_budget_is_replaced_before_those_that_serve() -> None:
@@ -372,7 +398,7 @@ def test_worker_that_started_first_is_replaced_first() -> None:
     """It may have made the weights that the others use, and that end with it."""
     pool = ready_pool(2)
     pool.handle_died(1.0, 0, SIGKILL)
-    restarted(pool, 0, 1.0 + RESTART.backoff)
+    restarted(pool, 0)
     assert pool.handle_restart(2.0) == [Send(worker=1, message=Exit())]
 
 
@@ -385,7 +411,7 @@ def test_worker_that_does_not_end_to_be_replaced_is_killed_and_says_so(answers: 
     end_hung(pool, 1.0 + TIMEOUTS.close, 0)
     assert pool.handle_died(7.0, 0, SIGKILL) == []
     assert pool.workers[0].last_error.endswith("did not stop in time")
-    assert restarted(pool, 0, 7.0) == [WorkersRestarted()]
+    assert restarted(pool, 0) == [WorkersRestarted()]
 
 
 def test_replaced_worker_may_take_as_long_as_it_likes_and_its_end_is_planned_all_the_same() -> None:
@@ -394,7 +420,7 @@ def test_replaced_worker_may_take_as_long_as_it_likes_and_its_end_is_planned_all
     assert pool.handle_restart(1.0) == [Send(worker=0, message=Exit())]
     assert pool.handle_died(7.0, 0, EXITED) == []
     assert not pool.workers[0].last_error
-    assert restarted(pool, 0, 7.0) == [WorkersRestarted()]
+    assert restarted(pool, 0) == [WorkersRestarted()]
 
 
 def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
@@ -409,14 +435,14 @@ def test_probe_under_way_has_a_new_budget_when_its_worker_is_replaced() -> None:
     assert not pool.lifecycle.circuit_open
     # What it loads may be what it could not load before: a start of the new budget, and no answer yet.
     assert pool.handle_died(3.0, 0, SIGKILL) == []
-    assert restarted(pool, 0, 3.0) == [WorkersRestarted()]
+    assert restarted(pool, 0) == [WorkersRestarted()]
 
 
 def replaced(scheduler: Pool, worker: int, now: float) -> list[Order]:
     """The worker was asked to end and does so, and the next one comes; what its BUILD_FINISH led to."""
     assert scheduler.is_exiting(worker)
     assert scheduler.handle_died(now, worker, EXITED) == []
-    return restarted(scheduler, worker, now)
+    return restarted(scheduler, worker)
 
 
 def test_workers_are_replaced_one_after_another_and_none_takes_from_the_budget() -> None:
@@ -435,7 +461,7 @@ def test_worker_that_was_ended_with_another_one_is_not_replaced_again() -> None:
     assert pool.handle_restart(1.0) == [Send(worker=0, message=Exit())]
     pool.handle_killed(1, "it uses what worker 0 has made", planned=True)
     assert pool.handle_died(2.0, 1, SIGKILL) == []
-    assert restarted(pool, 1, 2.0) == []
+    assert restarted(pool, 1) == []
     assert replaced(pool, 0, 2.0) == [Send(worker=2, message=Exit())]
     assert replaced(pool, 2, 2.0) == [WorkersRestarted()]
     assert [w.restarts for w in pool.lifecycle.statistics()] == [1, 1, 1]
@@ -453,7 +479,7 @@ def test_replacing_ends_with_an_error_when_a_fresh_worker_fails_and_the_rest_sta
     assert isinstance(found, WorkersRestarted)
     assert isinstance(found.error, WorkerDiedError)
     assert "no such file" in str(found.error)
-    assert restarted(pool, 0, 2.0 + RESTART.backoff_limit) == []
+    assert restarted(pool, 0) == []
     assert (pool.lifecycle.health(0.0).serving, pool.lifecycle.statistics()[1].restarts) == (2, 0)
 
 
@@ -463,7 +489,7 @@ def test_worker_to_be_recycled_that_crashes_has_no_new_budget() -> None:
     assert pool.handle_own_memory(1.0, 1, 1001) == []  # it is to be replaced next
     assert pool.handle_died(2.0, 1, SIGSEGV) == []
     pool.handle_died(2.0, 0, EXITED)
-    assert restarted(pool, 0, 2.0) == []
+    assert restarted(pool, 0) == []
     assert pool.next_time() == 2.0 + RESTART.backoff_limit
 
 
@@ -511,9 +537,9 @@ def test_health_says_what_a_worker_that_is_away_is_doing() -> None:
     pool.handle_message(1.0, 0, build_error())
     assert reason() == "worker 0 (cpu:0, pid 200) is ending: no such file"
     pool.handle_died(1.0, 0, EXITED)
-    restarted(pool, 0, 1.0)
+    restarted(pool, 0)
     pool.handle_died(2.0, 0, SIGKILL)
     assert reason(2.0).startswith("worker 0 (cpu:0) starts again in 0.5 s: worker 0")
-    restarted(pool, 0, 2.5)
+    restarted(pool, 0)
     pool.handle_killed(0, "breaks the protocol")
     assert reason() == "worker 0 (cpu:0, pid 200) is being ended: breaks the protocol"

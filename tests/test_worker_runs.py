@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import BoundRun, Buffer, Engine, Strings
 from mcinfer.errors import PredictError, ProtocolError
 from mcinfer.specs import element_type_name, numpy_dtype

@@ -3,11 +3,11 @@
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
 from mcinfer.config import PrecisionKind
+from mcinfer.engines import names
 from mcinfer.errors import InvalidInputError
 
 BASELINES = {
@@ -25,8 +25,7 @@ MODES = {
 }
 _KNOWN = {**BASELINES, **MODES}
 
-DEFAULT_ENGINE = "onnxruntime"
-ENGINES = (DEFAULT_ENGINE, "openvino")
+ENGINES = tuple(name for name, engine in names.ENGINES.items() if ".onnx" in engine.endings)
 """Engines that load ONNX models; the second one in other precisions, and its own format, too."""
 
 
@@ -70,12 +69,6 @@ def check_names(names: Sequence[str]) -> None:
     shown = [*_KNOWN, *map(shown_name, own)]
     if len(set(shown)) < len(shown) or len(set(names)) < len(names):
         raise InvalidInputError(f"--against: got {[*names]}, expected different class names")
-
-
-def engines_for(model: Path) -> tuple[str, ...]:
-    """The engines that load a file of this name's ending: those that are installed, or the first of all."""
-    known = ENGINES[1:] if model.suffix == ".xml" else ENGINES
-    return tuple(name for name in known if find_spec(name) is not None) or known[:1]
 
 
 def check_engines(engines: Sequence[str]) -> None:

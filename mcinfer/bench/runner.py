@@ -31,11 +31,9 @@ import psutil
 
 from mcinfer import __version__
 from mcinfer.bench import (
-    DEFAULT_ENGINE,
     MODES,
     check_engines,
     check_names,
-    engines_for,
     shown_name,
 )
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
@@ -57,6 +55,7 @@ from mcinfer.bench.subject import Subject, WayFailedError
 from mcinfer.bench.texts import BUSY_CORES, judged
 from mcinfer.bench.way import Setup
 from mcinfer.config import EngineOptions, parse_devices
+from mcinfer.engines.names import DEFAULT_ENGINE, PACKAGES, engines_for
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import cpu_model, whole_cpus
 from mcinfer.master import Master
@@ -76,7 +75,7 @@ _COUNT_SECONDS = 4 * 3600.0
 """Time limit of a turn of a number of requests."""
 _LOOKS = 3
 """Seconds at most until other programs are quiet: one that has just ended is none that disturbs."""
-_PACKAGES = ("onnxruntime", "onnxruntime-gpu", "numpy", "pyzmq", "msgpack")
+_PACKAGES = (*PACKAGES, "numpy", "pyzmq", "msgpack")
 
 _T = TypeVar("_T")
 

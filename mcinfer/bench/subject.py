@@ -18,9 +18,9 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any, Self
 
-from mcinfer.bench import DEFAULT_ENGINE
 from mcinfer.bench.report import Load, Memory, Turn
 from mcinfer.bench.way import Setup
+from mcinfer.engines.names import DEFAULT_ENGINE
 from mcinfer.errors import McinferError
 from mcinfer.process import command, environment, import_path
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from mcinfer.bench import DEFAULT_ENGINE
 from mcinfer.bench.figures import (
     CLEAR_GAIN,
     FLAWED,
@@ -28,6 +27,7 @@ from mcinfer.bench.figures import (
 )
 from mcinfer.bench.report import OTHERS, OTHERS_BEFORE, Load, Report, Way
 from mcinfer.bench.way import engine_arguments
+from mcinfer.engines.names import DEFAULT_ENGINE
 from mcinfer.errors import printable as shown
 from mcinfer.specs import STRING, numpy_dtype
 

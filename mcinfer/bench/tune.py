@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any, Literal
 
 from mcinfer import __version__
-from mcinfer.bench import DEFAULT_ENGINE, check_engines, texts
+from mcinfer.bench import check_engines, texts
 from mcinfer.bench.figures import (
     CLEAR_GAIN,
     ONE,
@@ -51,6 +51,7 @@ from mcinfer.bench.table import Cell, Grid
 from mcinfer.bench.texts import SESSIONS, TIMES, busy, no_verdict, printable
 from mcinfer.bench.way import engine_arguments, why_whole
 from mcinfer.config import automatic_workers
+from mcinfer.engines.names import DEFAULT_ENGINE
 from mcinfer.errors import InvalidInputError
 from mcinfer.machine import whole_cpus
 from mcinfer.sharding import Axes, Split, cut_batch

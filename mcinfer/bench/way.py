@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer.bench import DEFAULT_ENGINE
+from mcinfer.engines.names import DEFAULT_ENGINE
 from mcinfer.sharding import Axes, Split
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -30,7 +30,7 @@ from weakref import WeakSet
 from mcinfer.cards.cuda import ALIGNMENT, LOAD_BYTES, Card, DeviceBlock
 from mcinfer.cards.slabs import OpenSlab, filled, layout
 from mcinfer.config import CARD_KINDS, Device
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import (
     BoundRun,
     Buffer,

@@ -39,8 +39,8 @@ from mcinfer.errors import (
     CardError,
     ClosedError,
     InvalidInputError,
+    MemoryFullError,
     PredictTimeoutError,
-    QueueFullError,
     is_refusal,
 )
 from mcinfer.extras import requires
@@ -104,7 +104,7 @@ class CardMemory:
         """Slots of so many bytes, all or none. The caller makes the blocks: the loop may not wait for a card.
 
         Raises:
-            QueueFullError: The memory was not free in time; or work on the card did not let go of what is to
+            MemoryFullError: The memory was not free in time; or work on the card did not let go of what is to
                 be freed, nor within a second.
             CardError: The driver refused, or the card has no room.
         """
@@ -130,7 +130,7 @@ class CardMemory:
                 card.follow(_DEFAULT_STREAM)
                 card.synchronize(max(timeout, _RECLAIM_PATIENCE))
             except TimeoutError as exc:
-                raise QueueFullError(
+                raise MemoryFullError(
                     f"{needed.size} bytes of memory of {card.device} wanted, and what is to be freed is in "
                     f"use: {exc}"
                 ) from exc
@@ -175,7 +175,7 @@ class CardMemory:
             By number, where inputs lie on cards; and the outputs' memory, if they are written there.
 
         Raises:
-            QueueFullError: A card's memory for tensors was not free in time.
+            MemoryFullError: A card's memory for tensors was not free in time.
             PredictTimeoutError: What is queued before a copy to the host took too long.
         """
         end = monotonic() + timeout
@@ -337,7 +337,7 @@ class CardMemory:
         """Arrays of the host as CuPy arrays, by name.
 
         Raises:
-            QueueFullError: The card's memory for tensors is in use.
+            MemoryFullError: The card's memory for tensors is in use.
             PredictTimeoutError: What our stream, or the default one, has queued took longer.
         """
         chosen = [(spec, np.ascontiguousarray(arrays[spec.name])) for spec in specs]

@@ -7,8 +7,8 @@
 
 A file is cut along axes that the user or the model says and a request has shown; else the file's first rows
 run before the rest, whole and in pieces (`Master.learn`). A file of one request, and one whose batch nothing
-shows, run whole. A file is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. Two
-requests are under way, so that workers do not wait while rows are read or written.
+shows, run whole. A file is counted in *units*: rows of a batch of any size, or pieces of a fixed batch. One
+request more is under way than all workers need, so that they do not wait while rows are read or written.
 """
 
 import logging
@@ -18,14 +18,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
-from math import prod
+from math import ceil, prod
 from time import monotonic
 from typing import Any
 
 from numpy.typing import NDArray
 
 from mcinfer import sharding
-from mcinfer.cli.batch_files import InputFile, PartialResults
+from mcinfer.cli.batch_files import InputArray, InputFile, PartialResults
 from mcinfer.cli.progress import megabytes, say, showing_work
 from mcinfer.errors import InvalidInputError, McinferError, PredictError
 from mcinfer.master import Master
@@ -38,14 +38,13 @@ _REQUEST_BYTES = 64 << 20
 _WORKER_ROWS = 64
 """Rows of a request for each worker at most: the memory of a row's activations is not known."""
 
-_UNDER_WAY = 2
 _SAVE_SECONDS = 1.0
 """A killed process loses the work of this time at most; each save waits for the disk."""
 
 _ADVICE = "--batch-axis and --output-axis say what to split and join"
 _RESUME = "run the same command again to resume"
 
-_Arrays = Mapping[str, NDArray[Any]]
+_Arrays = Mapping[str, InputArray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ class Requests:
         return min(requests * self.step, self.units) * self.unit_rows
 
     def inputs(self, arrays: _Arrays, number: int) -> dict[str, NDArray[Any]]:
-        """The inputs of a request: views."""
+        """The inputs of a request: views, or converted."""
         units = range(number * self.step, (number + 1) * self.step + 1, self.step)
         return {
             name: _cut(arrays[name], axis, *(at * self.sizes.get(name, 1) for at in units))
@@ -88,8 +87,8 @@ class Requests:
         }
 
 
-def _cut(array: NDArray[Any], axis: int | None, start: int, stop: int) -> NDArray[Any]:
-    return array if axis is None else array[(*(slice(None),) * axis, slice(start, stop))]
+def _cut(array: InputArray, axis: int | None, start: int, stop: int) -> NDArray[Any]:
+    return array[...] if axis is None else array[(*(slice(None),) * axis, slice(start, stop))]
 
 
 def plan_requests(
@@ -116,16 +115,14 @@ def plan_requests(
     if fixed:
         units, unit_rows = len(plan.rows), next(iter(fixed.values()))
     input_bytes = total_bytes = sum(arrays[name].nbytes for name in cut)
-    for spec, join in zip(model.outputs, plan.outputs, strict=True):
-        if (
-            join.axis is not None
-        ):  # an output of unknown shape is taken to be as large as the inputs
+    joins = [*zip(model.outputs, plan.outputs, strict=True)]
+    for spec, join in joins:
+        if join.axis is not None:  # one of unknown shape is taken to be as large as the inputs
             known = join.shape is not None
             total_bytes += prod(join.shape or ()) * spec.dtype.itemsize if known else input_bytes
     unit_bytes = max(1, total_bytes // max(1, units))
     for_each = max(1, min(_REQUEST_BYTES // unit_bytes // workers, _WORKER_ROWS // unit_rows))
     step = max(1, min(rows // unit_rows if rows else for_each * workers, units))
-    joins = zip(model.outputs, plan.outputs, strict=True)
     return Requests(
         axes=axes,
         sizes={name: fixed.get(name, 1) for name in cut},
@@ -252,18 +249,20 @@ def answer_all(
         return master.predict(inputs, timeout=timeout, shards=requests.shards)
 
     answers: deque[Future[dict[str, NDArray[Any]]]] = deque()
+    # A run that is resumed has as many shards as before, and may have other workers.
+    under_way = 1 + ceil(len(master.statistics().workers) / requests.shards)
     begun, before, due = monotonic(), requests.rows(results.done), 0.0
     total = max(1, requests.rows(requests.count))
     with (
         # One request teaches the master; of several, what contradicts the split is an error.
         silent_about_splits() if requests.count > 1 else nullcontext(),
         showing_work("running", total, "rows") as work,
-        ThreadPoolExecutor(_UNDER_WAY) as threads,
+        ThreadPoolExecutor(under_way) as threads,
     ):
         try:
             work.show(before)
             while results.done < requests.count:
-                while len(answers) < min(_UNDER_WAY, requests.count - results.done):
+                while len(answers) < min(under_way, requests.count - results.done):
                     file.let_go()
                     answers.append(threads.submit(predict, results.done + len(answers)))
                 results.add(answers.popleft().result())

@@ -12,15 +12,17 @@ Both are opened in the folder's descriptor, and no link is followed. What lies b
 written over, so a run can be resumed after a kill or a loss of power as well.
 """
 
+import csv
 import fcntl
 import hashlib
+import io
 import json
 import mmap
 import os
 import stat
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,11 +38,11 @@ from mcinfer.cli.progress import showing_work
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, printable
 from mcinfer.model_cache.onnx_files import open_regular
 from mcinfer.private import opened_folder, path_of
-from mcinfer.requests.tensors import as_input, difference
-from mcinfer.sharding import Axes, JoinError
-from mcinfer.specs import ModelSpec
+from mcinfer.requests.tensors import as_input, check_range, difference
+from mcinfer.sharding import Axes, JoinError, Shape
+from mcinfer.specs import Dimension, ModelSpec, TensorSpec
 
-_FORMAT = 6
+_FORMAT = 7
 """Format of the partial results; one more when it changes."""
 
 _HEAD = struct.Struct("<QQ")
@@ -48,6 +50,9 @@ _HEAD = struct.Struct("<QQ")
 
 _DAMAGES = (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What a file with other content than a run's raises when it is read."""
+
+_READ_BY_PROGRAMS = (".jpg", ".jpeg", ".png", ".parquet", ".csv")
+"""Endings of files that programs of docs/howto/files.md read."""
 
 _BLOCK_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 16
@@ -118,6 +123,78 @@ def _read_as(array: _Array, dtype: "np.dtype[Any]") -> _Array:
 # The input.
 
 
+Allocate = Callable[[Mapping[str, Shape]], Mapping[str, _Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """An array in a file; a part that is taken of it is cast and scaled, in memory of `Master.allocate`."""
+
+    stored: _Array
+    spec: TensorSpec
+    scale: float
+    allocate: Allocate
+
+    @property
+    def shape(self) -> Shape:
+        return self.stored.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.size * self.spec.dtype.itemsize
+
+    def __getitem__(self, place: Any) -> _Array:
+        part, name = self.stored[place], self.spec.name
+        check_range(part, self.spec)
+        made = self.allocate({name: part.shape})[name]
+        try:
+            with np.errstate(over="raise", invalid="raise"):
+                np.copyto(made, part, casting="unsafe")
+                if self.scale != 1:
+                    made *= made.dtype.type(self.scale)
+        except FloatingPointError as exc:
+            raise InvalidInputError(f"--cast, --scale: {exc}, for {self.spec}") from exc
+        return made
+
+
+InputArray = _Array | Converted
+
+Said = Mapping[str, Mapping[str, Any]]
+"""By option that converts: its values by input; by ``""`` for each input that the value fits."""
+
+_FITS: Mapping[str, tuple[Callable[[Any, TensorSpec, _Array], bool], str]] = {
+    "--layout": (
+        lambda said, _, array: array.ndim == said.index(":"),
+        "an array with so many axes",
+    ),
+    "--cast": (
+        lambda said, spec, array: (
+            said == spec.element_type and array.dtype.kind in ("biu" if "int" in said else "biuf")
+        ),
+        "an input of this type, and numbers for it (for integers, integers)",
+    ),
+    "--scale": (lambda _, spec, _array: "float" in spec.element_type, "an input of floats"),
+}
+"""By option, in the order in which they apply: whether a value fits, and what is expected."""
+
+
+def _by_input(
+    option: str, said: Mapping[str, Any], model: ModelSpec, found: Mapping[str, _Array]
+) -> dict[str, Any]:
+    """The values of an option that converts, by input; `InvalidInputError` if one fits none."""
+    fits, expected = _FITS[option]
+    chosen: dict[str, Any] = {}
+    for name, value in sorted(said.items()):  # what names an input comes later
+        inputs = [spec for spec in model.inputs if name in ("", spec.name)]
+        taken = [spec.name for spec in inputs if fits(value, spec, found[spec.name])]
+        if not taken:
+            text = f"got {name}={value}" if name else f"got {value}"
+            there = ", ".join(map(str, model.inputs))
+            raise InvalidInputError(f"{option}: {text}, expected {expected}: there is {there}")
+        chosen |= dict.fromkeys(taken, value)
+    return chosen
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
     """An .npz or .npy file, mapped: its arrays are read as their rows are used.
@@ -130,8 +207,8 @@ class InputFile:
     stamp: dict[str, Any]
     content: dict[str, _Array]
 
-    def arrays(self, model: ModelSpec) -> dict[str, _Array]:
-        """The arrays by input, in the model's order, or an `InvalidInputError`."""
+    def arrays(self, model: ModelSpec, said: Said, allocate: Allocate) -> dict[str, InputArray]:
+        """The arrays by input, in the model's order, converted as is said, or an `InvalidInputError`."""
         names = [spec.name for spec in model.inputs]
         found = self.content
         if "" in found:
@@ -144,10 +221,24 @@ class InputFile:
             raise InvalidInputError(
                 f"--input: {self.path}: got arrays {[*found]}, expected {names}"
             )
-        return {
-            spec.name: as_input(_read_as(found[spec.name], spec.dtype), spec, spec.element_type)
-            for spec in model.inputs
-        }
+        found = {spec.name: _read_as(found[spec.name], spec.dtype) for spec in model.inputs}
+        layouts, casts, scales = (_by_input(o, said.get(o, {}), model, found) for o in _FITS)
+        arrays: dict[str, InputArray] = {}
+        for spec in model.inputs:
+            name, array = spec.name, found[spec.name]
+            if name in layouts:
+                stored, _, wanted = layouts[name].partition(":")
+                array = array.transpose([stored.index(axis) for axis in wanted])
+            if name not in casts:
+                try:
+                    array = as_input(array, spec, spec.element_type)
+                except InvalidInputError as exc:
+                    text = f"{exc}; --cast {spec.element_type} converts numbers"
+                    raise InvalidInputError(text) from exc
+            arrays[name] = array
+            if name in casts or name in scales:
+                arrays[name] = Converted(array, spec, scales.get(name, 1), allocate)
+        return arrays
 
     def let_go(self) -> None:
         """Give back the memory of what was read, and check that the file is as long as it was.
@@ -166,6 +257,11 @@ def opened_input(path: Path, scratch: Path) -> Iterator[InputFile]:
 
     Compressed arrays are unpacked into files without a name in the folder `scratch`.
     """
+    if path.is_dir() or path.suffix.lower() in _READ_BY_PROGRAMS:
+        raise InvalidInputError(
+            f"--input: got {path}, expected an .npz or .npy file; docs/howto/files.md has short programs "
+            "that make one of a folder of images, of Parquet and of CSV"
+        )
     with ExitStack() as stack:
         try:
             descriptor, _ = stack.enter_context(open_regular(path))
@@ -227,16 +323,20 @@ class PartialResults:
         done: How many requests are answered.
     """
 
-    def __init__(self, output: Path, work: Mapping[str, Any], *, restart: bool = False) -> None:
+    def __init__(
+        self, output: Path, work: Mapping[str, Any], *, ending: str = ".npz", restart: bool = False
+    ) -> None:
         """Take the file for an output's absolute path, and make it if there is none.
 
-        `work` is what the result depends on, as JSON has it: a run is only resumed with the same.
+        `work` is what the result depends on, as JSON has it: a run is only resumed with the same. `ending`
+        is the kind of file to write: ``.npz``, or ``.npy`` or ``.csv`` for the only output.
         """
         self.path = output.with_name(f".{output.name}.partial")
         self.plan: Mapping[str, Any] | None = None
         self.done = self._start = self._end = 0
         self._saved = 1  # until it is known what the file holds, it stays
         self._output = output.name
+        self._ending = ending
         self._work = {"format": _FORMAT, **work}
         self._outputs: Axes = {}
         self._first: list[_Array] = []
@@ -316,13 +416,13 @@ class PartialResults:
     def _damage(self, what: Exception) -> McinferError:
         return McinferError(f"--output: {self.path} is damaged ({what}); --restart discards it")
 
-    def begin(self, plan: Mapping[str, Any], outputs: Axes) -> None:
-        """Begin, or go on where the last run ended.
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Begin, or go on where the last run ended; the `plan` is kept for a run that resumes this one.
 
-        `outputs` has, in the model's order, the axis along which the answers follow one another; None: they
-        are all the same, and one is kept. `plan` is kept as it is for a run that resumes this one.
+        Its ``"outputs"`` have, in the model's order, the axis along which the answers follow one another;
+        None: they are all the same, and one is kept.
         """
-        self._outputs = outputs
+        self._outputs = plan["outputs"]
         if self.plan is None:
             self.plan = plan
             content = json.dumps({"work": self._work, "plan": plan}).encode()
@@ -340,12 +440,17 @@ class PartialResults:
                 raise self._damage(exc) from exc
 
     def add(self, answer: Mapping[str, _Array]) -> None:
-        """Write the answer to the next request; a `JoinError` if it does not fit to the first one."""
+        """Write the answer to the next request.
+
+        A `JoinError` if it does not fit to the first one, an `InvalidInputError` if not into a .csv file.
+        """
         arrays = [answer[name] for name in self._outputs]
         arrays = [array.astype(np.str_) if array.dtype.hasobject else array for array in arrays]
         firsts = self._first or arrays
         for (name, axis), first, array in zip(self._outputs.items(), firsts, arrays, strict=True):
             _check_part(name, axis, _read_as(first, array.dtype), array)
+            if self._ending == ".csv":
+                check_column(name, array.dtype, array.shape, axis)
         self._file.seek(self._end)
         for axis, array in zip(self._outputs.values(), arrays, strict=True):
             if axis is not None or not self.done:
@@ -389,8 +494,8 @@ class PartialResults:
         disk = os.fstatvfs(self._file.fileno())
         return max(0, 2 * whole - held - disk.f_bavail * disk.f_frsize)
 
-    def finish(self, model: ModelSpec, *, as_npy: bool = False) -> list[str]:
-        """Write the output file, as `numpy.savez` does, or the only output as `numpy.save` does.
+    def finish(self, model: ModelSpec) -> list[str]:
+        """Write the output file: as `numpy.savez` does, as `numpy.save` does, or as a column of numbers.
 
         Returns:
             A line for each output with its type and shape.
@@ -400,13 +505,18 @@ class PartialResults:
         with self._new.open("xb") as file:
             with ExitStack() as ended:
                 work = ended.enter_context(showing_work("writing", len(outputs)))
-                archive = None if as_npy else ended.enter_context(zipfile.ZipFile(file, "w"))
+                archive = None
+                if self._ending == ".npz":
+                    archive = ended.enter_context(zipfile.ZipFile(file, "w"))
                 for number, (spec, parts, axis) in enumerate(outputs, 1):
                     place: Any = nullcontext(file)
                     if archive is not None:
                         place = archive.open(f"{spec.name}.npy", "w", force_zip64=True)
                     with place as member:
-                        shape = _write_joined(member, parts, axis)
+                        if self._ending == ".csv":
+                            shape = _write_column(member, spec, parts)
+                        else:
+                            shape = _write_joined(member, parts, axis)
                     lines.append(f"{printable(spec.name)}: {spec.element_type}{[*shape]}")
                     work.show(number)
             file.flush()
@@ -475,3 +585,30 @@ def _write_joined(member: IO[bytes], parts: Sequence[_Array], axis: int | None) 
             member.write(row.view(np.uint8).data)
             _let_go(part)
     return shape
+
+
+def check_column(
+    name: str, dtype: "np.dtype[Any]", shape: Sequence[Dimension], axis: int | None = 0
+) -> None:
+    """Raise `InvalidInputError` if an output is not one number a row, as a .csv file has it.
+
+    A `shape` of a model may have sizes that are not known.
+    """
+    one = len(shape) == 1 or (len(shape) == 2 and not (isinstance(shape[1], int) and shape[1] != 1))
+    if axis or not one or dtype.kind in "OUc":
+        raise InvalidInputError(
+            f"--output: a .csv file has one number a row, got output {name!r} of {dtype}, "
+            f"({', '.join(map(str, shape))}): expected an .npz or .npy file for it"
+        )
+
+
+def _write_column(member: IO[bytes], spec: TensorSpec, parts: Sequence[_Array]) -> Shape:
+    """Write an output's name, then a number a line, in digits that give the same number; the shape."""
+    text = io.TextIOWrapper(member, "utf-8", newline="")
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow([spec.name])
+    for part in parts:
+        lines.writerows([str(number)] for number in _read_as(part, spec.dtype).flat)
+        _let_go(part)
+    text.detach()
+    return sum(map(len, parts)), *parts[0].shape[1:]

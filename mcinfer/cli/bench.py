@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mcinfer.bench import BASELINES, MODES, engines_for
+from mcinfer.bench import BASELINES, MODES
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
     MAX_CLIENTS,
@@ -32,6 +32,7 @@ from mcinfer.cli.options import (
 )
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
+from mcinfer.engines.names import engines_for
 from mcinfer.errors import McinferError
 
 _DEFAULT_BASELINES = "session,threads,pipe"

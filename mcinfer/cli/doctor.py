@@ -44,6 +44,7 @@ from mcinfer.config import (
     parse_devices,
     share_cores,
 )
+from mcinfer.engines.names import DEFAULT_ENGINE, ENGINES
 from mcinfer.errors import EngineError, InvalidInputError, McinferError
 from mcinfer.extras import install, version_of
 from mcinfer.machine import Gpu
@@ -458,22 +459,22 @@ def look_at_packages() -> Iterator[Finding]:
     yield Finding("extras", text, advice(old.values()))
 
 
-_OTHER_ENGINES = ("openvino", "mindspore", "mindspore_lite")
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 _KEEP_ONE = "onnxruntime and onnxruntime-gpu are one folder: pip uninstall both, then install one"
 
 
 def look_at_runtime() -> Iterator[Finding]:
     """ONNX Runtime as a worker would import it, and the GPUs that it can use."""
     runtime = None
-    others = [name for name in _OTHER_ENGINES if find_spec(name) is not None]
+    others = [e for e in ENGINES if e != DEFAULT_ENGINE and find_spec(e) is not None]
     try:
         if others and find_spec("onnxruntime") is None:
             yield Finding("onnxruntime", f"not installed; the engine {others[0]} is")
         else:
             runtime = installed_runtime()
             found = str(runtime).removeprefix("onnxruntime ")
-            both = all(any(metadata.distributions(name=name)) for name in _RUNTIMES)
+            both = all(
+                any(metadata.distributions(name=name)) for name in ENGINES[DEFAULT_ENGINE].packages
+            )
             yield Finding("onnxruntime", found, _KEEP_ONE if both else "")
     except EngineError as exc:
         advice = (

@@ -20,10 +20,10 @@ from mcinfer.cli.options import (
     OutputAxisOption,
     axes_of,
     check_model,
-    engine_for,
 )
 from mcinfer.cli.probes import gpus_and_driver, installed_runtime
 from mcinfer.cli.progress import counted, let_workers_tell, megabytes
+from mcinfer.engines.names import engines_for
 from mcinfer.errors import BuildError, EngineError, McinferError, printable
 
 _Facts = dict[str, Any]
@@ -117,7 +117,7 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
     from mcinfer.sharding import is_fixed
     from mcinfer.specs import ModelSpec
 
-    engine = engine_for(model)
+    engine = engines_for(model)[0]
     before = _entries(model) if engine == "onnxruntime" else None
     with silent_about_splits(), Master(model, 1, engine=engine, **axes) as master:
         spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)

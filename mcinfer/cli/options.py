@@ -8,7 +8,7 @@ wrong usage, and the message has the option's name. typer would read some of the
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,19 +24,6 @@ MAX_CLIENTS = 4096
 """Most requests under way at once: each is made by a thread of its own."""
 
 _MAX_SECONDS = 86400.0
-
-_ENGINES = {
-    ".mindir": ("mindspore", "mindspore_lite"),
-    ".ms": ("mindspore_lite",),
-    ".xml": ("openvino",),
-}
-"""By ending, the engines that load such files; the first that is installed is used."""
-
-
-def engine_for(model: Path) -> str:
-    """The engine that loads a file of this name's ending."""
-    engines = _ENGINES.get(model.suffix, ("onnxruntime",))
-    return next((name for name in engines if find_spec(name) is not None), engines[0])
 
 
 def check_model(model: Path) -> None:
@@ -54,12 +41,12 @@ def check_model(model: Path) -> None:
 
 
 def _parser(read: Callable[[str], _T], *checks: FieldCheck) -> Callable[[str], _T]:
-    """A parser of what `read` makes of a text: a `ValueError` of it is a failure of the first check."""
+    """A parser of what `read` makes of a text; where it raises, the first check has failed."""
 
     def parse(text: str) -> _T:
         try:
             value = read(text)
-        except ValueError as exc:
+        except (ValueError, ArithmeticError) as exc:
             raise typer.BadParameter(f"got {text!r}, expected {checks[0].expected}") from exc
         for check in checks:
             if not check.fits(value):
@@ -86,6 +73,11 @@ def _axis(text: str) -> int | None:
     return int(text)
 
 
+def _is_layout(text: str) -> bool:
+    stored, _, wanted = text.partition(":")
+    return stored.isalpha() and len({*stored}) == len(stored) and sorted(stored) == sorted(wanted)
+
+
 def _bounds(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     return int(low), int(high)
@@ -102,6 +94,13 @@ _EACH_ONCE = FieldCheck(lambda values: len({*values}) == len(values), "each numb
 _ONE = FieldCheck(lambda values: len(values) == 1, "one number")
 _SIZE = FieldCheck(lambda d: d[0] and d[1] >= 1, "a name and a size, such as seq=128")
 _AXIS = FieldCheck(lambda axis: axis[0], "a name and an axis, such as x=0 or x=none")
+_LAYOUT = FieldCheck(
+    lambda said: _is_layout(said[1]), "the axes in the file and in the model, such as nhwc:nchw"
+)
+_CAST = FieldCheck(lambda said: said[1], "a type, such as float32 or x=float32")
+_SCALE = FieldCheck(
+    lambda said: said[1], "a number or a fraction other than 0, such as 0.5, 1/255 or x=1/255"
+)
 _BOUNDS = FieldCheck(lambda _: True, "LOW:HIGH, such as 0:10")
 
 parse_timeout = _parser(float, SECONDS, _LONGER)
@@ -113,6 +112,9 @@ parse_rates = _parser(_list_of(float), _RATES, _EACH_ONCE)
 parse_rate = _parser(_list_of(float), _RATES, _ONE)
 parse_dims = _parser(_named(int), _SIZE)
 parse_axis = _parser(_named(_axis), _AXIS)
+parse_layout = _parser(_named(str.lower), _LAYOUT)
+parse_cast = _parser(_named(str), _CAST)
+parse_scale = _parser(_named(lambda text: float(Fraction(text))), _SCALE)
 parse_integers = _parser(_bounds, _BOUNDS)
 
 

@@ -18,13 +18,14 @@ from urllib.parse import unquote, urlsplit
 
 from mcinfer import __version__, machine
 from mcinfer.cli import probes
+from mcinfer.engines.names import PACKAGES
 from mcinfer.errors import EngineError
 from mcinfer.extras import version_of
 
 _PACKAGES = (
     *("numpy", "pyzmq", "msgpack", "psutil"),
-    *("onnxruntime", "onnxruntime-gpu", "onnx", "ml_dtypes", "openvino"),
-    *("cuda-bindings", "cupy-cuda12x", "cupy-cuda13x", "mindspore", "mindspore-lite"),
+    *PACKAGES,
+    *("onnx", "ml_dtypes", "cuda-bindings", "cupy-cuda12x", "cupy-cuda13x"),
     *("diffusers", "torch", "mpi4py", "ray"),
     *("typer", "rich", "uvicorn", "uvloop", "grpcio", "protobuf"),
     *("prometheus_client", "opentelemetry-api"),

@@ -15,15 +15,17 @@ from mcinfer.cli.options import (
     ModelArgument,
     OutputAxisOption,
     axes_of,
-    engine_for,
+    by_name,
+    parse_cast,
+    parse_layout,
+    parse_scale,
     parse_timeout,
     parsed,
 )
 from mcinfer.cli.output_files import output_place
 from mcinfer.cli.progress import let_workers_tell, say
+from mcinfer.engines.names import PACKAGES, engines_for
 from mcinfer.errors import BuildError, InvalidInputError
-
-_RUNTIMES = ("onnxruntime", "onnxruntime-gpu", "openvino", "mindspore", "mindspore-lite")
 
 
 def run(
@@ -41,7 +43,8 @@ def run(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="The .npz file to write, by output name; or an .npy file for the only one.",
+            help="The .npz file to write, by output name; or an .npy file for the only one; or a .csv "
+            "file, if that is one number a row.",
         ),
     ],
     devices: DevicesOption = None,
@@ -54,6 +57,31 @@ def run(
             "Peak memory: a few requests plus activations.",
         ),
     ] = None,
+    layout: Annotated[
+        list[Any] | None,
+        parsed(
+            "[INPUT=]AXES:AXES",
+            parse_layout,
+            "Axes in the file, and in the model: nhwc:nchw. For all inputs with so many axes, or for one "
+            "(x=nhwc:nchw); may be repeated, as those below.",
+        ),
+    ] = None,
+    cast: Annotated[
+        list[Any] | None,
+        parsed(
+            "[INPUT=]TYPE",
+            parse_cast,
+            "Then convert to the model's type: float32. For all its inputs of this type, or for one.",
+        ),
+    ] = None,
+    scale: Annotated[
+        list[Any] | None,
+        parsed(
+            "[INPUT=]NUMBER",
+            parse_scale,
+            "Then multiply, in that type: 1/255. For all inputs of floats, or for one.",
+        ),
+    ] = None,
     batch_axis: BatchAxisOption = None,
     output_axis: OutputAxisOption = None,
     timeout: Annotated[
@@ -61,7 +89,7 @@ def run(
         parsed(
             "SECONDS",
             parse_timeout,
-            "Time limit of a request; two run at once. 600 if not given.",
+            "Time limit of a request; a few run at once. 600 if not given.",
         ),
     ] = None,
     restart: Annotated[
@@ -78,7 +106,7 @@ def run(
     """
     # They import most of mcinfer.
     from mcinfer.cli import batch as batches
-    from mcinfer.cli.batch_files import PartialResults, opened_input, stamps
+    from mcinfer.cli.batch_files import PartialResults, check_column, opened_input, stamps
     from mcinfer.master import Master
     from mcinfer.model_cache.onnx_files import model_files
     from mcinfer.sharding import SaidAxes
@@ -86,11 +114,13 @@ def run(
 
     let_workers_tell()
     axes = axes_of(batch_axis, output_axis)
+    given = {"--layout": layout, "--cast": cast, "--scale": scale}
+    converted = {option: by_name(option, values) for option, values in given.items()}
     place = _output_place(target, force)  # before the work, not after it
-    as_npy = target.suffix.lower() == ".npy"
+    ending = target.suffix.lower()
     with (
         opened_input(source, place.parent) as file,
-        closing(Master(model, devices, engine=engine_for(model), **axes)) as master,
+        closing(Master(model, devices, engine=engines_for(model)[0], **axes)) as master,
     ):
         files = [model]
         with suppress(BuildError, OSError):  # workers say what is wrong with it
@@ -100,27 +130,28 @@ def run(
                 text = f"{place} is the file of {name} ({path}), expected another one"
                 raise InvalidInputError(f"--output: {text}")
         workers = [worker.device for worker in master.statistics().workers]
-        runtimes = {
-            f"{p.name} {p.version}" for p in metadata.distributions() if p.name in _RUNTIMES
-        }
-        depends_on = {
+        runtimes = {f"{p.name} {p.version}" for p in metadata.distributions() if p.name in PACKAGES}
+        kinds = {"cpu" if w == "inline" else w.partition(":")[0] for w in workers}
+        depends_on = {  # all that the values depend on
             "model": stamps(files),
             "input": [file.stamp],
-            # Without --devices a run is resumed in as many shards, also if there are fewer cores by then.
-            "--devices": workers if devices is not None else None,
-            "--batch": batch,
+            **converted,
+            "kind of --devices": sorted(kinds),
+            "--batch": batch,  # a runtime chooses kernels by the size of a batch
             "--batch-axis": axes["batch_axes"],
             "--output-axis": axes["output_axes"],
             "version": [__version__, *sorted(runtimes)],
         }
-        with closing(PartialResults(place, depends_on, restart=restart)) as results:
+        with closing(PartialResults(place, depends_on, ending=ending, restart=restart)) as results:
             master.start()
             spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
             names = [output.name for output in spec.outputs]
-            if as_npy and len(names) != 1:
+            if ending != ".npz" and len(names) != 1:
                 text = f"{target} holds one array, expected an .npz file for {names}"
                 raise InvalidInputError(f"--output: {text}")
-            arrays = file.arrays(spec)
+            if ending == ".csv" and (shape := spec.outputs[0].shape):
+                check_column(names[0], spec.outputs[0].dtype, shape)
+            arrays = file.arrays(spec, converted, master.allocate)
             if results.plan is None:
                 said = SaidAxes(inputs=axes["batch_axes"], outputs=axes["output_axes"])
                 planner = batches.Planner(master, spec, arrays, said, batch, len(workers), timeout)
@@ -129,7 +160,7 @@ def run(
                 requests = batches.Requests(**results.plan)
                 done, total = requests.rows(results.done), requests.rows(requests.count)
                 say(f"resuming at row {done} of {total}")
-            results.begin(asdict(requests), requests.outputs)
+            results.begin(asdict(requests))
             with batches.keeping(results, requests):
                 batches.answer_all(master, file, arrays, requests, results, timeout)
             reads = {"input": [source]}
@@ -140,14 +171,14 @@ def run(
                     text = f"the {name} changed while it was used; --restart begins anew"
                     raise InvalidInputError(text)
             with batches.keeping(results, requests):
-                lines = results.finish(spec, as_npy=as_npy)
+                lines = results.finish(spec)
     print(*lines, sep="\n")
 
 
 def _output_place(target: Path, force: bool) -> Path:
-    if target.suffix.lower() not in (".npz", ".npy"):
+    if target.suffix.lower() not in (".npz", ".npy", ".csv"):
         raise InvalidInputError(
-            f"--output: got {target}, expected a name that ends in .npz or .npy"
+            f"--output: got {target}, expected a name that ends in .npz, .npy or .csv"
         )
     place = output_place("--output", target)
     if place.exists() and not force:

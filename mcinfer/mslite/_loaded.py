@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.cards.cuda import model_of
 from mcinfer.config import CARD_KINDS, CoreShare, Device, PrepareKind
-from mcinfer.engines import open_engine, prepared_facts
+from mcinfer.engines.adapters import open_engine, prepared_facts
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, is_refusal
 from mcinfer.extras import requires

@@ -84,7 +84,7 @@ def open_slice(engine: str, request: "EngineRequest", group: "Group") -> "Engine
         BuildError: The engine runs no slices, or cannot load this one; with the engine's message.
         MissingDependencyError: A package is missing; says which.
     """
-    from mcinfer.engines import checked
+    from mcinfer.engines.adapters import checked
     from mcinfer.ranks.slices import RankEngine
 
     if engine != "onnxruntime":

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines import open_engine
 from mcinfer.engines._onnxruntime import load
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError, shortened
 from mcinfer.model_cache import FOLDER_KEY

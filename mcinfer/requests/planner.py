@@ -300,7 +300,7 @@ class Planner(InputReader):
 
         Raises:
             InvalidInputError: It does not fit the model; names the input.
-            QueueFullError: No shared memory was free in time.
+            MemoryFullError: No shared memory was free in time.
             PredictTimeoutError: What is queued on a device before a tensor that goes through the host took
                 too long.
         """

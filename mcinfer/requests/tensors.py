@@ -139,7 +139,7 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
         and array.dtype.kind in "biuf"
         and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
     ):
-        _check_range(array, spec, element_type, role)
+        check_range(array, spec, role)
         return array.astype(spec.dtype)
     may_fit = typed and array.dtype.kind in "biuf" and element_type != STRING
     cure = _cure(value, spec, element_type) if may_fit else ""
@@ -169,12 +169,12 @@ def device_of(value: object, spec: TensorSpec) -> Device | None:
     return Device(DLPACK_KINDS[kind], index) if kind in DLPACK_KINDS else None
 
 
-def _check_range(array: NDArray[Any], spec: TensorSpec, element_type: str, role: str) -> None:
-    """Refuse integers that the input's type cannot hold."""
-    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in element_type:
+def check_range(array: NDArray[Any], spec: TensorSpec, role: str = "input") -> None:
+    """Raise `InvalidInputError` for integers that the input's type, if it is of integers, cannot hold."""
+    if array.size == 0 or array.dtype.kind not in "iu" or "int" not in spec.element_type:
         return
-    values = 1 << ELEMENT_TYPES[element_type].bits
-    least = 0 if element_type.startswith("u") else -values // 2
+    values = 1 << ELEMENT_TYPES[spec.element_type].bits
+    least = 0 if spec.element_type.startswith("u") else -values // 2
     low, high, most = int(array.min()), int(array.max()), least + values - 1
     if low < least or high > most:
         raise InvalidInputError(

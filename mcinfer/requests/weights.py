@@ -68,7 +68,7 @@ class WeightStore:
 
         Raises:
             InvalidInputError: One does not fit, or they are too many for a message; nothing was changed.
-            QueueFullError: No shared memory was free in time; nothing was changed.
+            MemoryFullError: No shared memory was free in time; nothing was changed.
         """
         arrays = check_weights(weights, self._by_name)
         for name in arrays:

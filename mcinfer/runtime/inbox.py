@@ -239,7 +239,8 @@ class Inbox(Doors):
         """Slots of shared memory of so many bytes, all or none; `arena` is a place's, None the host's.
 
         Raises:
-            QueueFullError: The memory is in use, and was until the time was over.
+            MemoryFullError: The memory is in use, and was until the time was over.
+            QueueFullError: The loop did not answer in time.
             InvalidInputError, ClosedError: As `Arena.allocate_all`.
             PredictError: The system has no memory or descriptor left.
             McinferError: As `check_wait`.

@@ -20,12 +20,13 @@ from mcinfer.errors import McinferError, QueueFullError
 from mcinfer.protocol import MAX_RUNS, WorkerState
 from mcinfer.scheduler.joining import Joining
 from mcinfer.scheduler.queue import ShardId, ShardQueue
-from mcinfer.scheduler.workers import MAX_DEATHS, PoolRules, Run, Stop, Worker
+from mcinfer.scheduler.workers import PoolRules, Run, Stop, Worker
 from mcinfer.statistics import LATENCY_BOUNDS, ROW_BOUNDS, Histogram, RequestTrace, ShardTrace
 
 SHORT_RUN = 0.01  # seconds: workers with runs up to this get runs ahead
 AHEAD_SECONDS = 0.003  # seconds that the runs ahead of a worker may take, unless it is one run
 WIDE_RUN = 0.0003  # seconds that a run takes on its worker's own cores, from which on others help
+MAX_WIDE_DEATHS = 2  # processes in a row that may die in a wide run, before a worker has none
 APART_RUNS = 20  # runs' time that no two requests may have met for, before one has the whole CPU
 UNBOUNDED_RUN = 600.0  # seconds for a cancelled run without a deadline
 
@@ -383,7 +384,7 @@ class Dispatch:
         """
         if len(members) > 1 or self.queue.items or w.usual_seconds == math.inf:
             return False
-        if w.wide_deaths >= MAX_DEATHS or now - self._met < APART_RUNS * w.usual_seconds:
+        if w.wide_deaths >= MAX_WIDE_DEATHS or now - self._met < APART_RUNS * w.usual_seconds:
             return False
         entry = self._table.entries[members[0][0]]
         if not entry.may_be_wide or len(entry.rows) > 1 or entry.attempts[0] > 1:

@@ -45,12 +45,13 @@ from mcinfer.protocol import (
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.statistics import Health, HealthState, WorkerStatistics
 
-MAX_DEATHS = 2  # processes that may die in a first build, or in a row in wide runs
+MAX_FIRST_DEATHS = 2  # of a worker's processes, before one has the model
 
 LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
 
 MAX_TEXT = 4000  # characters of a worker's error that are kept
+MAX_STOPPED = 5  # looks in a row, a second apart, that find a worker with runs stopped
 STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and its end
 
 SHORTEST_PROBE = 0.1
@@ -200,6 +201,7 @@ class Worker:
         end_by: When it must have ended, if it was asked to.
         restart_at: When to start the next one.
         answers: How many shards the process has answered, with a result or an error.
+        stopped: How often in a row it was seen stopped by a signal, with runs; and `answers` then.
         runs: What it has to run, in the order in which runs begin; see `begun`.
         began: When the current run began, or the latest, as far as can be known.
         usual_seconds: How long its runs take.
@@ -224,6 +226,7 @@ class Worker:
     end_by: float = math.inf
     restart_at: float = math.inf
     answers: int = 0
+    stopped: tuple[int, int] = (0, 0)
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
     usual_seconds: float = math.inf
@@ -268,6 +271,24 @@ class Worker:
         """It is being killed. Messages that it sent before may come until its death is reported."""
         self.stop = Stop.KILLED
         self.last_error = reason
+
+    def plan_restart(self, death: str, now: float) -> None:
+        """Choose when to start it again after a death of its own; `death`, in words.
+
+        Never, if that was the last try of its first start, which has failed by then.
+        """
+        if self.start.succeeded and self.answers:
+            # It loads and runs the model. Another worker that cannot, keeps its back-off.
+            self.budget.renew()
+            self.restart_at = now
+        elif self.start.succeeded:
+            self.restart_at = self.budget.next_start(now)
+        elif self.start.failure is None:  # else it was reported
+            self.start.deaths.append(death)
+            if len(self.start.deaths) < MAX_FIRST_DEATHS:
+                self.restart_at = now
+            else:
+                self.start.failure = "; ".join(self.start.deaths)
 
     @property
     def name(self) -> str:
@@ -491,6 +512,14 @@ class Lifecycle:
         w.note_kill(reason)
         self._sink.kill_worker(w.index)
 
+    def note_standing(self, w: Worker, *, stopped: bool) -> None:
+        """How a look found its process. One that stays stopped has its runs given to others."""
+        times, answers = w.stopped
+        times = (times if answers == w.answers else 0) + 1 if stopped and w.runs else 0
+        w.stopped = times, w.answers
+        if times == MAX_STOPPED and not w.is_killed:
+            self.kill(w, f"{w.name}: stopped by a signal")
+
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> None:
         """Ask a worker to end after its last answer, within so many seconds."""
         w.is_planned = True
@@ -525,7 +554,7 @@ class Lifecycle:
         self._sink.ask_for_stacks(w.index)
 
     def note_end(self, w: Worker, how: str, now: float) -> str:
-        """A worker's process is gone: plan its restart; return its end in words."""
+        """A worker's process is gone: note it, and plan the next; return its end in words."""
         story = f"{w.name} {how}"
         cause = w.last_error if w.is_killed or w.state is WorkerState.EXITING else ""
         planned, w.is_planned = w.is_planned, False  # also if it had to be killed at the end
@@ -544,18 +573,7 @@ class Lifecycle:
             w.restart_at = now + (w.budget.probe_delay if w.budget.spent else 0.0)
             return story
         w.last_error = f"{story} after: {cause}" if cause else story
-        if w.start.succeeded and w.answers:
-            # It loads and runs the model. Another worker that cannot, keeps its back-off.
-            w.budget.renew()
-            w.restart_at = now
-        elif w.start.succeeded:
-            w.restart_at = w.budget.next_start(now)
-        elif w.start.failure is None:  # else it was reported
-            w.start.deaths.append(f"{story} while {before}")
-            if len(w.start.deaths) < MAX_DEATHS:
-                w.restart_at = now
-            else:
-                w.start.failure = "; ".join(w.start.deaths)
+        w.plan_restart(f"{story} while {before}", now)
         return story
 
     # Replacing.

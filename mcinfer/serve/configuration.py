@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from mcinfer.config import EngineOptions, Limits, Timeouts
+from mcinfer.engines.names import ENGINES
 from mcinfer.errors import InvalidInputError, PredictError
 from mcinfer.machine import whole_cpus
 from mcinfer.serve.documents import InputDocument
@@ -29,11 +30,8 @@ from mcinfer.specs import STRING, TensorSpec
 
 _log = logging.getLogger("mcinfer.serve")
 
-ENGINES = {
-    "onnxruntime": ("onnxruntime_onnx", "model.onnx"),
-    "openvino": ("openvino", "model.xml"),
-}
-"""By engine, which is Triton's *backend*, too: its *platform*, and the file in a version's folder."""
+_PLATFORMS = {name: engine.platform for name, engine in ENGINES.items() if engine.platform}
+"""By engine, which is Triton's *backend*, too."""
 
 _FILE = "config.pbtxt"
 
@@ -189,9 +187,9 @@ class Configuration:
             "max_delay": dynamic.max_queue_delay_microseconds / 1e6,
         }
         if name := said.backend or said.platform:
-            engines = [e for e, (platform, _) in ENGINES.items() if name in (e, platform)]
+            engines = [e for e, platform in _PLATFORMS.items() if name in (e, platform)]
             if not engines:
-                raise InvalidInputError(f"backend: got {name!r}, expected one of {[*ENGINES]}")
+                raise InvalidInputError(f"backend: got {name!r}, expected one of {[*_PLATFORMS]}")
             options["engine"] = engines[0]
         if devices := _devices(said):
             options["devices"] = devices

@@ -24,9 +24,11 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mcinfer.config import CARD_KINDS, Device, EngineOptions
+from mcinfer.engines.names import DEFAULT_ENGINE, ENGINES, engines_for
 from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.master import Master
-from mcinfer.serve.configuration import ENGINES, Configuration, Reshape, type_name
+from mcinfer.serve.configuration import Configuration, Reshape, type_name
+from mcinfer.serve.documents import IndexEntry
 from mcinfer.serve.tensors import shape_of
 from mcinfer.specs import TensorSpec
 
@@ -348,7 +350,8 @@ class Models:
             try:
                 model.replace(await self._open(name, model.place, config))
             except (McinferError, OSError, MemoryError) as exc:
-                model.reason = str(exc) if isinstance(exc, InvalidInputError) else LOG_SAYS
+                is_own = isinstance(exc, InvalidInputError) and not exc.by_runtime
+                model.reason = str(exc) if is_own else LOG_SAYS
                 text = f"failed to load '{name}', "
                 raise RefusedError(400, f"{text}{exc}", text + model.reason) from exc
 
@@ -386,14 +389,16 @@ class Models:
         ready = all(instance.ready for _, instance in self.loaded())
         return ready and not any(model.failed for model in self._models.values())
 
-    def index(self) -> list[dict[str, str]]:
+    def index(self) -> list[IndexEntry]:
         """All versions that are served, and the models that are known of which there are none."""
         with suppress(OSError):  # a repository that is not there now
             self._look()
-        entries = []
+        entries: list[IndexEntry] = []
         for name, model in self._models.items():
-            entry = {"name": name, "state": "UNAVAILABLE", "reason": model.reason}
-            ready = [{**entry, "version": v, "state": "READY"} for v in model.instances]
+            entry: IndexEntry = {"name": name, "state": "UNAVAILABLE", "reason": model.reason}
+            ready: list[IndexEntry] = [
+                {**entry, "version": v, "state": "READY"} for v in model.instances
+            ]
             entries += ready or [entry]
         return entries
 
@@ -411,7 +416,7 @@ class Models:
         engine, files = options.get("engine"), {"1": place}
         if place.is_dir():
             found = [p.name for p in place.iterdir() if p.is_dir() and _VERSION.fullmatch(p.name)]
-            own = said.file or ENGINES.get(engine or "", ENGINES["onnxruntime"])[1]
+            own = said.file or ENGINES.get(engine or "", ENGINES[DEFAULT_ENGINE]).file
             files = {str(n): place / str(n) / own for n in said.versions([*map(int, found)])}
         chosen, allowed = options.get("options", EngineOptions()), os.sched_getaffinity(0)
         if any(not allowed.issuperset(cores) for cores in chosen.cores or ()):
@@ -429,9 +434,7 @@ class Models:
                 if now and version in served and served[version].files == now:
                     opened[version] = served[version]
                     continue
-                options["engine"] = engine or (
-                    "openvino" if file.suffix == ".xml" else "onnxruntime"
-                )
+                options["engine"] = engine or engines_for(file)[0]
                 opened[version] = await self._open_version(name, version, file, said, options)
                 opened[version].files = now
         except BaseException:
@@ -494,11 +497,12 @@ def _described(
             about["reshape"] = {"shape": reshapes[spec.name].models[int(batched) :]}
         return about
 
+    known = ENGINES.get(options["engine"])
     count = len(workers) // (len(cards) or 1)
     kind = "KIND_GPU" if cards else "KIND_CPU"
     config: dict[str, Any] = {
         "name": name,
-        "platform": ENGINES.get(options["engine"], ("",))[0],
+        "platform": known.platform if known else "",
         "backend": options["engine"],
         "max_batch_size": rows if batched else 0,
         "input": [tensor(spec, instance.input_reshapes) for spec in instance.inputs],

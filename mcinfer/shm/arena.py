@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mcinfer.config import Device
-from mcinfer.errors import ClosedError, InvalidInputError, ProtocolError, QueueFullError
+from mcinfer.errors import ClosedError, InvalidInputError, MemoryFullError, ProtocolError
 from mcinfer.shm.block import Block
 
 ALIGNMENT = 64
@@ -188,7 +188,7 @@ class Arena:
 
         Raises:
             InvalidInputError: They are larger than the limit.
-            QueueFullError: The memory is in use.
+            MemoryFullError: The memory is in use.
             ClosedError: The arena is closed.
             OSError: The system has no memory or descriptor left.
             CardError: The card has no memory left, or the driver refused.
@@ -225,9 +225,9 @@ class Arena:
             raise ClosedError("the master is closed")
         self._blocks[block.number] = _Extents(block)
 
-    def full(self, size: int) -> QueueFullError:
+    def full(self, size: int) -> MemoryFullError:
         """The error that so many bytes are not free."""
-        return QueueFullError(
+        return MemoryFullError(
             f"{size} bytes of {self._name} wanted, all {self.limit} allowed (Limits.memory_bytes) are held "
             "by requests or arrays, or waited for"
         )

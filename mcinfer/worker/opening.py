@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from mcinfer.config import CARD_KINDS, CoreShare, Device
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.preparation import described, readable_content
 from mcinfer.engines.wide import WideEngine

@@ -21,8 +21,9 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer.config import CoreShare
-from mcinfer.engines import _openvino, open_engine
+from mcinfer.engines import _openvino
 from mcinfer.engines._openvino import OpenVinoEngine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import (
     BoundRun,
     Buffer,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import onnx
@@ -96,17 +96,20 @@ def in_the_middle(words: list[str], target: Path, least: int = 1) -> Iterator[Pr
 
 
 @pytest.mark.thorough
-def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes_on_other_devices_with_the_same_result(
+    slow: Path, rows: Path, tmp_path: Path
+) -> None:
     whole, target = tmp_path / "whole.npz", tmp_path / "out.npz"
+    scale = ("--scale", "1/3")
     ended, terminal = on_terminal(
-        *arguments(slow, rows, whole), env={"TERM": "xterm", "COLUMNS": "120"}
+        *arguments(slow, rows, whole), *scale, env={"TERM": "xterm", "COLUMNS": "120"}
     )
     assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal)
     assert re.search(rf"\d+ of {ROWS} rows \d:\d\d:\d\d left \(\d+\.\d rows/s\)", plain), plain
     assert terminal.endswith("\x1b[2K")  # the line is wiped
 
-    words = arguments(slow, rows, target)
+    words = [*arguments(slow, rows, target), *scale]
     with in_the_middle(words, target) as program:
         workers = [child.pid for child in psutil.Process(program.pid).children(recursive=True)]
         program.send_signal(signal.SIGKILL)
@@ -116,7 +119,7 @@ def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_pat
     killed_at = done(target)
     assert 1 <= killed_at < COUNT
 
-    with in_the_middle(words, target, killed_at + 1) as program:
+    with in_the_middle([*words, "--devices", "2"], target, killed_at + 1) as program:
         program.interrupt()
         ended = program.wait()
     assert (ended.status, ended.out) == (130, "")
@@ -130,7 +133,7 @@ def test_killed_run_resumes_with_the_same_result(slow: Path, rows: Path, tmp_pat
     ]
     assert not target.exists()
 
-    ended = run(*words)
+    ended = run(*words, "--devices", "inline")
     assert (ended.status, ended.out) == (0, f"y: float32[{ROWS}, {WIDTH}]\n")
     assert ended.err == f"mcinfer: resuming at row {interrupted_at * STEP} of {ROWS}\n"
     assert target.read_bytes() == whole.read_bytes()
@@ -203,13 +206,16 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     model = save_double(tmp_path)
     source, target = tmp_path / "in", tmp_path / "out.npz"
 
-    def peak(save_array: Callable[[IO[bytes], NDArray[np.float32]], None], count: int) -> float:
-        """MB of memory at most, for that many rows of 12 bytes."""
-        x = np.zeros((count, 3), np.float32)
+    def peak(
+        save_array: Callable[[IO[bytes], NDArray[Any]], None], count: int, *more: str
+    ) -> float:
+        """MB of memory at most, for that many rows of 12 bytes, as the model takes them."""
+        x = np.zeros((count, 3), np.uint8 if more else np.float32)
         x[0] = x[-1] = 1
         with source.open("wb") as file:
             save_array(file, x)
-        with Program(PRINTS_MEMORY, *arguments(model, source, target, 160_000)) as program:
+        words = arguments(model, source, target, 160_000)
+        with Program(PRINTS_MEMORY, *words, *more) as program:
             ended = program.wait(50.0)
         assert (ended.status, ended.err) == (0, "")
         with np.load(target) as content:
@@ -221,3 +227,4 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     # Stored arrays are read like the one of an .npy file, from another place.
     for save_array in (np.save, lambda file, x: np.savez_compressed(file, x=x)):
         assert peak(save_array, 3_000_000) < small + 16  # of 36 MB, and as much to write
+    assert peak(np.save, 3_000_000, "--cast", "float32", "--scale", "1") < small + 16

@@ -11,7 +11,7 @@ import pytest
 
 import mcinfer
 from mcinfer import BuildError, MissingDependencyError
-from mcinfer.engines import ENTRY_POINTS, OWN, open_engine
+from mcinfer.engines.adapters import ENTRY_POINTS, OWN, open_engine
 from tests.engine_requests import engine_request
 
 ROOT = Path(__file__).resolve().parents[2]

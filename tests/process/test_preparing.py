@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mcinfer import EngineOptions, Master
-from mcinfer.engines import open_engine
+from mcinfer.engines.adapters import open_engine
 from mcinfer.model_cache.cache import Cache
 from tests.engine_requests import engine_request
 from tests.process.scripts import PREAMBLE, Program
