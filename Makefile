@@ -246,7 +246,8 @@ $(VENV)/installed-%: $(VENV)/installed
 	.venv-suites/bin/$(PIP) 'pip>=25.1' # earlier ones know no groups, and take very long to find what fits
 	.venv-suites/bin/$(PIP) --editable '.[bench,cpu,diffusers,grpc,openvino,ray,serve]' --group test --group plots \
 	    $(MODELS) $(SERVE_CLIENTS) $(DIFFUSERS) $(TORCH) $(DEPLOY) \
-	    'granian[uvloop]==2.8.7' loky mosec==0.9.8 pandas pillow playwright pyarrow requests scikit-learn trustme
+	    'granian[uvloop]==2.8.7' loky mosec==0.9.8 onnxruntime-extensions openapi-spec-validator pandas pillow \
+	    playwright pyarrow requests scikit-learn trustme
 	touch $@
 
 .venv-release/installed: Makefile

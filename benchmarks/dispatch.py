@@ -73,7 +73,6 @@ def pipe_of(model: str) -> Pipe:
             threads=1,
             split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
             max_batch_size=1,
-            max_delay=0.0,
         )
     )
 

@@ -9,7 +9,6 @@ most. The ways: as many threads as cores on one session of ONNX Runtime with one
 master; two workers; two that join up to 8 rows. They have turns at each step, with the same arrivals.
 """
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import mlperf_loadgen as loadgen
 from measuring import (
     Lines,
     Ratio,
@@ -40,6 +38,8 @@ from mcinfer import Master
 from mcinfer.bench.baselines import open_session
 from mcinfer.bench.figures import number
 from mcinfer.bench.load import rotated
+from mcinfer.bench.mlperf import LATENCIES, ask, complete
+from mcinfer.bench.report import Scenario
 
 THREADS, INLINE, WORKERS, JOINED = WAYS = ("threads", "inline", "two workers", "joined")
 COLOURS = ("#d95f02", "#1b9e77", "#2166ac", "#9467bd")
@@ -93,33 +93,19 @@ class Way:
         self._answers = 0
         self._errors: list[BaseException] = []
 
-    def turn(self, scenario: str, folder: Path, rate: float, seconds: float, seed: int = 0) -> Turn:
+    def turn(
+        self, scenario: Scenario, folder: Path, rate: float, seconds: float, seed: int = 0
+    ) -> Turn:
         """Let LoadGen ask for so many seconds; Offline, for as many rows as `rate` gives in them."""
-        settings, logs = loadgen.TestSettings(), loadgen.LogSettings()
-        settings.scenario = getattr(loadgen.TestScenario, scenario)
-        settings.mode = loadgen.TestMode.PerformanceOnly
-        settings.min_duration_ms = settings.max_duration_ms = round(1000 * seconds)
-        settings.min_query_count = 1
-        settings.schedule_rng_seed = seed
-        settings.server_target_qps = settings.offline_expected_qps = rate
-        logs.log_output.outdir = str(folder)
-        logs.enable_trace = False
         issue = self._answer if scenario == "SingleStream" else self._issue
-        system = loadgen.ConstructSUT(issue, lambda: None)
-        samples = loadgen.ConstructQSL(1, 1, lambda _: None, lambda _: None)
         begin, self._answers = used_seconds(), 0
-        loadgen.StartTestWithLogSettings(system, samples, settings, logs)
+        found = ask(issue, scenario, folder, seconds=seconds, rate=rate, seed=seed)
         used_ms = 1e3 * (used_seconds() - begin) / self._answers
-        loadgen.DestroyQSL(samples)
-        loadgen.DestroySUT(system)
         if self._errors:
             raise self._errors[0]
-        lines = (folder / "mlperf_log_detail.txt").read_text(encoding="utf-8").splitlines()
-        entries = [json.loads(line.partition(" ")[2]) for line in lines]
-        found = {entry["key"]: entry["value"] for entry in entries}
         for key in ("result_qps_with_loadgen_overhead", "result_samples_per_second"):
             rate = found.get(key, rate)
-        p50, p99 = (found[f"result_{n}.00_percentile_latency_ns"] / 1e6 for n in (50, 99))
+        p50, p99 = (found[LATENCIES[part]] / 1e6 for part in (0.5, 0.99))
         return Turn(rate, p50, p99, used_ms)
 
     def _answer(self, samples: Sequence[Any]) -> None:
@@ -141,7 +127,7 @@ class Way:
 
     def _complete(self, number: int) -> None:
         self._answers += 1
-        loadgen.QuerySamplesComplete([loadgen.QuerySampleResponse(number, 0, 0)])
+        complete(number)
 
 
 def open_ways(model: Path, inputs: Arrays, opened: ExitStack) -> dict[str, Way]:
@@ -196,7 +182,7 @@ def one_round(
 ) -> dict[str, Round]:
     """One round; all cores could answer so many queries a second, if they did nothing else."""
 
-    def ask(name: str, scenario: str, rate: float = 0.0) -> Turn:
+    def turn_of(name: str, scenario: Scenario, rate: float = 1e3) -> Turn:
         for _ in range(TRIES):
             begin, before, seconds = perf_counter(), others_seconds(), setting.seconds(SECONDS)
             turn = ways[name].turn(scenario, setting.folder, rate, seconds, number)
@@ -210,12 +196,12 @@ def one_round(
         for name in rotated(WAYS, number + step):
             one = rounds[name]
             if step == -2:
-                one.single = ask(name, "SingleStream")
+                one.single = turn_of(name, "SingleStream")
             elif step == -1:
-                one.offline = ask(name, "Offline", most)
+                one.offline = turn_of(name, "Offline", most)
             else:
                 share = SHARES[step] if step < len(SHARES) else 0.0
-                one.server.append(ask(name, "Server", share * most or one.next_rate))
+                one.server.append(turn_of(name, "Server", share * most or one.next_rate))
     return rounds
 
 
@@ -224,7 +210,7 @@ def measure(name: str, setting: Setting) -> Lines:
     title, make, inputs = MODELS[name]
     with ExitStack() as opened:
         ways = open_ways(make(setting.folder / f"{name}.onnx"), inputs, opened)
-        warm = [ways[way].turn("SingleStream", setting.folder, 0.0, 1.0) for way in WAYS]
+        warm = [ways[way].turn("SingleStream", setting.folder, 1e3, 1.0) for way in WAYS]
         most = 1e3 * CORES / warm[0].used_ms
         each = [one_round(ways, number, setting, most) for number in range(setting.rounds)]
     rounds = {name: [one[name] for one in each] for name in WAYS}

@@ -38,7 +38,20 @@ class McinferError(Exception):
 
 
 class InvalidInputError(McinferError, ValueError):
-    """An argument does not fit: names the argument, what came and what was expected."""
+    """An argument does not fit: names the argument, what came and what was expected.
+
+    Attributes:
+        by_runtime: Whether the runtime refused the inputs in a run: the text is its own, and may name files.
+    """
+
+    by_runtime = False
+
+
+def refused_by_runtime(text: str) -> InvalidInputError:
+    """The error for inputs that the runtime refuses in a run, with the runtime's text."""
+    error = InvalidInputError(text)
+    error.by_runtime = True
+    return error
 
 
 def is_refusal(caught: object) -> bool:

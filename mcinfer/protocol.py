@@ -184,12 +184,16 @@ class Message:
                 )
 
 
+_KINDS = ("build", "missing", "invalid", "refused", "predict", "cancelled", "broken")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Error(Message):
     """Worker to master: a build (request None) or a run failed, or a run was cancelled.
 
-    `kind` is ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"predict"``,
-    ``"cancelled"``, or ``"broken"``: a rank whose group cannot go on, of which the master hears no more.
+    `kind` is ``"build"``, ``"missing"`` (a package, for a build), ``"invalid"``, ``"refused"`` (the inputs,
+    by the runtime), ``"predict"``, ``"cancelled"``, or ``"broken"``: a rank whose group cannot go on, of
+    which the master hears no more.
     """
 
     ID = ERROR
@@ -197,7 +201,7 @@ class Error(Message):
     shard: Annotated[int | None, or_none(is_shard)] = None
     kind: Annotated[
         str,
-        lambda value: value in ("build", "missing", "invalid", "predict", "cancelled", "broken"),
+        lambda value: value in _KINDS,
     ]
     text: Annotated[str, is_text_to(_MAX_ERROR)]
     traceback: Annotated[str, is_text_to(_MAX_ERROR)] = ""

@@ -10,8 +10,14 @@ from typing import Literal, get_args
 
 from mcinfer.errors import InvalidInputError, McinferError, say_once
 
-LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in (1.0, 2.5, 5.0))
-"""Upper bounds of the latency buckets in seconds, from 0.1 ms to 500 s."""
+_RENARD = "1 1.12 1.25 1.4 1.6 1.8 2 2.24 2.5 2.8 3.15 3.55 4 4.5 5 5.6 6.3 7.1 8 9"
+"""The preferred numbers R20 of ISO 3: each is 11 to 14.3 % more than the one before."""
+
+LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in map(float, _RENARD.split()))
+"""Upper bounds of the latency buckets in seconds, from 0.1 ms to 900 s.
+
+A quantile from 0.1 ms on is the true one, or up to 14.3 % more.
+"""
 
 ROW_BOUNDS = tuple(float(1 << n) for n in range(13))
 """Upper bounds of the buckets for the rows of runs."""
@@ -67,6 +73,7 @@ class Histogram:
     def quantile(self, fraction: float) -> float:
         """The upper bound of the bucket that holds this quantile: 0.99 is the 99th percentile.
 
+        So it is never less than the true one. Of latencies from 0.1 ms on it is 14.3 % more at most.
         NaN if there is no value; infinite for the last bucket, which has no bound.
 
         Raises:
@@ -192,7 +199,9 @@ class Statistics:
 
     def __repr__(self) -> str:
         half, most = (self.latency.quantile(part) * 1e3 for part in (0.5, 0.99))
-        within = f"; half within {half:g} ms, 99 % within {most:g} ms" if self.latency.count else ""
+        within = (
+            f"; half within {half:.3g} ms, 99 % within {most:.3g} ms" if self.latency.count else ""
+        )
         outcomes = f"{self.succeeded} succeeded, {self.failed} failed, {self.cancelled} cancelled"
         waiting = f"{self.in_flight} in flight, {self.queued} of them queued"
         sizes, gain = self.batch_sizes, self.join_gain

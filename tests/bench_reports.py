@@ -95,7 +95,6 @@ def report(
             seed=0,
             dims={"height": 32},
             max_batch_size=16,
-            max_delay=0.002,
         ),
         ways=tuple(ways),
         measurements=tuple(
@@ -116,7 +115,7 @@ def small(**rates: Sequence[float]) -> Report:
 
 
 def large() -> Report:
-    """Ways under closed and open loops, one that failed, ways that did not keep up, and pools."""
+    """Ways under closed and open loops, one that failed, ways that did not keep up."""
     ways = [way(name, workers=4 if name not in BASELINES else 1) for name in SPEEDS]
     broken = replace(
         way("ours.py:Broken", role="baseline"),
@@ -136,7 +135,4 @@ def large() -> Report:
         slowest = 3.0 if late else 0.15 / speed
         behind = turn(50.0 - late / 2, slowest=slowest, unfinished=late, kept_up=not late)
         turns[name, load] = [behind] * 3
-    pools = [way(f"pool-{n}", role="scaling", workers=n) for n in (1, 4)]
-    for pool in pools:
-        turns[pool.name, Load(batch=8, clients=8)] = [turn(12 * pool.workers**0.9, slowest=0.9)] * 2
-    return report([*ways, broken, *pools], turns)
+    return report([*ways, broken], turns)

@@ -14,12 +14,10 @@ from mcinfer.bench.figures import (
     gains,
     latency,
     percentile,
-    pools,
     spread_of,
     under,
 )
-from mcinfer.bench.report import OTHERS, QUANTILES, Load, Report
-from mcinfer.bench.texts import remarks
+from mcinfer.bench.report import QUANTILES, Load, Report
 from tests.bench_reports import report, small, turn, way
 
 LOAD = Load(batch=2, clients=4)
@@ -27,7 +25,7 @@ OPEN = Load(batch=1, clients=64, rate=50.0)
 
 
 def figures_of(made: Report, name: str) -> Figures:
-    (load,) = made.loads()
+    (load,) = made.loads
     return next(figures for figures in under(made, load) if figures.way.name == name)
 
 
@@ -96,16 +94,6 @@ def test_percentile_is_of_so_many_requests_at_least(fraction: float, least: int)
     assert percentile([enough, few], fraction).known == (few.requests == 0)
 
 
-def test_efficiency_is_over_so_many_times_the_pool_of_one() -> None:
-    ways = [way(f"pool-{n}", role="scaling", workers=n) for n in (4, 1)]
-    rates = {"pool-4": (300.0, 160.0), "pool-1": (100.0, 50.0)}
-    turns = {(name, LOAD): [*map(turn, each)] for name, each in rates.items()}
-    one, four = pools(report(ways, turns))
-    assert (one.way.workers, four.way.workers, four.speedup) == (1, 4, Spread((0.75, 0.8)))
-    alone = report(ways[:1], {("pool-4", LOAD): [turn()]})
-    assert not pools(alone)[0].speedup.known
-
-
 @pytest.mark.parametrize(
     ("session", "threads", "sharded", "clear"),
     [
@@ -133,14 +121,3 @@ def test_gain_in_an_open_loop_is_that_of_the_median_latency() -> None:
     gain = best_gain(report(ways, turns))
     assert gain is not None
     assert gain.speedup.values == pytest.approx((3.0, 3.0))
-
-
-@pytest.mark.parametrize(
-    ("others", "rate", "busy"), [(0.5, 110.0, False), (2.0, 110.0, True), (0.0, 150.0, True)]
-)
-def test_machine_is_busy_if_others_use_it_or_repeats_differ(
-    others: float, rate: float, busy: bool
-) -> None:
-    made = small(session=[100.0, rate])
-    said = remarks(replace(made, machine={**made.machine, OTHERS: others}))
-    assert any("The machine was busy" in text for text in said) == busy

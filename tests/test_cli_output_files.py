@@ -135,7 +135,7 @@ def test_interrupted_benchmark_keeps_the_last_report_and_leaves_no_process(tmp_p
     assert started
     wait_until(lambda: all_gone(started))
     assert done.status == 130
-    assert done.err == (
+    assert done.err.endswith(
         "mcinfer: --json: what is known so far is in x.partial.json\nmcinfer: interrupted\n"
     )
     assert (tmp_path / "x.json").read_text() == "of the last time"
@@ -155,12 +155,13 @@ def test_page_and_figures_are_written_with_what_the_extra_cli_installs(tmp_path:
         without + COMMAND, "bench", model, *ways, *files_to_write, cwd=tmp_path
     ) as program:
         done = program.wait()
-    assert done.status == 0, done.err
+    report = load(tmp_path / "x.json")
+    assert done.status == bool(report.disturbed), done.err  # the machine of a test may be busy
     # Before anything is measured.
-    assert done.err == "mcinfer: measuring takes 0 s and the time of 2 starts\n"
+    assert "mcinfer: measuring takes 0 s and the time of 2 starts\n" in done.err
     verdict = done.out.split("\n\nmcinfer's best mode")[0].splitlines()[-1]
     assert f"<h1>{escape(verdict)}</h1>" in (tmp_path / "x.html").read_text("utf-8")
-    assert [way.name for way in load(tmp_path / "x.json").ways] == ["session", "inline"]
+    assert [way.name for way in report.ways] == ["session", "inline"]
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])

@@ -23,6 +23,7 @@ from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
 from mcinfer.scheduler.dispatch import Tally
 from mcinfer.statistics import (
+    LATENCY_BOUNDS,
     CardStatistics,
     Health,
     HealthState,
@@ -170,6 +171,29 @@ def test_as_many_values_as_a_quantile_says_are_below_its_bound(
     if lower:
         below = sum(value <= lower[-1] for value in values)
         assert below == 0 or below < fraction * len(values)
+
+
+@given(
+    st.lists(st.floats(1e-4, 900.0), min_size=1, max_size=50),
+    st.floats(0.0, 1.0).filter(bool),
+)
+def test_quantile_of_latencies_is_the_true_one_or_a_seventh_more(
+    latencies: list[float], fraction: float
+) -> None:
+    true = sorted(latencies)[math.ceil(fraction * len(latencies)) - 1]
+    assert true <= tally(LATENCY_BOUNDS, latencies).quantile(fraction) <= true * 1.143
+
+
+@given(st.lists(st.floats(0.0, 2000.0), max_size=50))
+def test_few_of_the_buckets_of_latencies_are_exported_and_count_all_below(
+    latencies: list[float],
+) -> None:
+    now = dataclasses.replace(SNAPSHOT, latency=tally(LATENCY_BOUNDS, latencies))
+    name = "mcinfer_request_latency_seconds_bucket"
+    samples = [s for family in families((), [((), now)]) for s in family.samples if s.name == name]
+    assert len(samples) == 22
+    for sample in samples:
+        assert sample.value == sum(each <= float(sample.labels["le"]) for each in latencies)
 
 
 # The collector. These masters were never started: they have no process.

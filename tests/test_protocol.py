@@ -117,7 +117,7 @@ STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         Error,
         request=st.none() | COUNTS,
         shard=st.none() | SHARDS,
-        kind=st.sampled_from(["build", "missing", "invalid", "predict", "cancelled"]),
+        kind=st.sampled_from(["build", "missing", "invalid", "refused", "predict", "cancelled"]),
         text=st.text(),
         traceback=st.text(),
     ),

@@ -29,7 +29,7 @@ from mcinfer.runtime.supervision import Sharing
 from mcinfer.scheduler.dispatch import AHEAD_SECONDS, SHORT_RUN
 from mcinfer.scheduler.queue import ShardId
 from mcinfer.scheduler.scheduler import MAX_TRIES
-from mcinfer.scheduler.workers import Stop
+from mcinfer.scheduler.workers import MAX_STOPPED, Stop
 from mcinfer.statistics import RequestTrace
 from tests.conversations import Conversation
 from tests.orders import (
@@ -581,7 +581,7 @@ class Pools(RuleBasedStateMachine):
             [
                 *("dies", "dies", "dies", "all die", "hangs", "next hangs", "poison", "poison"),
                 *("cancel", "cancel", "close"),
-                *("drain", "restart", "restart", "restart", "grows"),
+                *("drain", "restart", "restart", "restart", "grows", "stopped"),
             ]
         ),
         which=st.integers(0, 11),
@@ -626,6 +626,10 @@ class Pools(RuleBasedStateMachine):
             except ClosedError:
                 assert self.is_closing or self.is_draining
                 self.to_replace = before
+        elif trouble == "stopped" and self.processes:
+            worker = [*self.processes][which % len(self.processes)]
+            for _ in range(1 + which % MAX_STOPPED):
+                self.carry_out(self.scheduler.handle_standing(worker, stopped=True))
         elif trouble == "grows" and self.processes:
             worker = [*self.processes][which % len(self.processes)]
             size = MAX_BYTES + which % 2

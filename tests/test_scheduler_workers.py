@@ -10,7 +10,12 @@ from mcinfer.config import Limits, Timeouts
 from mcinfer.errors import BuildError, MissingDependencyError, WorkerDiedError
 from mcinfer.protocol import Error, Exit, Preparing
 from mcinfer.scheduler.scheduler import KILLED_ENDS
-from mcinfer.scheduler.workers import LONGEST_START, SHORTEST_PROBE, STACKS_SECONDS
+from mcinfer.scheduler.workers import (
+    LONGEST_START,
+    MAX_STOPPED,
+    SHORTEST_PROBE,
+    STACKS_SECONDS,
+)
 from tests.orders import (
     EXITED,
     RESTART,
@@ -318,6 +323,29 @@ def test_worker_that_hangs_has_no_more_time_because_the_pool_closes() -> None:
     pool.handle_message(10.6, 1, error(1, 1, "cancelled"))
     assert pool.handle_time(11.0) == [AskForStacks(worker=0)]
     assert pool.workers[1].kill_at == 10.5 + 60.0
+
+
+def test_worker_that_stays_stopped_with_a_run_is_ended_and_another_has_the_run() -> None:
+    pool = ready_pool(2)
+    pool.handle_request(1.0, 1, (1,), 60.0)
+    for _ in range(MAX_STOPPED - 1):
+        assert pool.handle_standing(0, stopped=True) == []
+    assert pool.handle_standing(0, stopped=False) == []  # it was continued
+    for _ in range(MAX_STOPPED - 1):
+        assert pool.handle_standing(0, stopped=True) == []
+    assert pool.handle_standing(0, stopped=True) == [KillWorker(worker=0)]
+    assert pool.handle_standing(0, stopped=True) == []
+    assert predict(1, (1, 0)) in pool.handle_died(6.0, 0, SIGKILL)
+
+
+def test_worker_that_is_stopped_idle_or_answers_meanwhile_goes_on() -> None:
+    pool = ready_pool(1)
+    for request in range(1, 9):
+        assert pool.handle_standing(0, stopped=True) == []
+        pool.handle_request(1.0, request, (1,), 60.0)
+        for _ in range(MAX_STOPPED - 1):
+            assert pool.handle_standing(0, stopped=True) == []
+        assert len(pool.handle_message(1.0, 0, reply(request))) == 2
 
 
 # Replacing.

@@ -96,6 +96,21 @@ def test_compressed_body_comes_whole_through_pieces_of_any_size() -> None:
         assert asyncio.run(body_of(Client(parts), "deflate")) == bytes(size)
 
 
+def test_routes_are_those_that_the_server_describes() -> None:
+    async def ask() -> None:
+        app: Any = make_app(Service(Models({}, None, lambda _: {}), ServeOptions()))
+        scope = {"type": "http", "method": "GET", "path": "/openapi.json", "headers": []}
+        await app({**scope, "query_string": b""}, client.receive, client.send)
+        for route in app._app.routes:
+            for method in (route.methods or {"POST"}) - {"HEAD"}:
+                routed.add((method.lower(), route.path))
+
+    client, routed = Client([b""]), set[tuple[str, str]]()
+    asyncio.run(ask())
+    paths = json.loads(client.sent[1]["body"])["paths"]
+    assert routed == {(method, path) for path, each in paths.items() for method in each}
+
+
 def test_client_that_hangs_up_in_its_body_is_no_fault_of_the_server_s() -> None:
     async def ask(client: Client) -> None:
         service = Service(Models({}, None, lambda _: {}), ServeOptions())
@@ -123,8 +138,8 @@ def asked_of(path: str, body: bytes, models: Models, **options: Any) -> tuple[Me
             scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
             ends = {"client": ("here", 1), "server": ("socket", None), "headers": []}
             if options.get("client_shared_memory"):
-                own, size = ("socket", None), REGION.stat().st_size
-                service.regions.register(own, own, "region", key=REGION.name, byte_size=size)
+                user, size = os.geteuid(), REGION.stat().st_size
+                service.regions.register(user, "region", key=REGION.name, byte_size=size)
                 os.truncate(REGION, size - 1)
             asking = asyncio.ensure_future(app({**scope, **ends}, client.receive, client.send))
             while not asking.done():

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,24 @@ def test_compiled_messages_are_those_of_the_file_beside_them(tmp_path: Path) -> 
     kind = descriptor_pb2.FileDescriptorSet
     have = (FOLDER / "inference.binpb").read_bytes()
     assert kind.FromString(have) == kind.FromString(target.read_bytes()), "run: make proto"
+
+
+MANY_THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from mcinfer.serve.messages import message
+sys.setswitchinterval(1e-6)
+with ThreadPoolExecutor(8) as pool:
+    assert len({*pool.map(message, ["ModelConfig"] * 32)}) == 1
+"""
+
+
+@pytest.mark.parametrize("kind", ["upb", "python"])
+def test_threads_may_ask_for_a_message_at_once_whatever_protobuf_there_is(kind: str) -> None:
+    """As those do that load models at the start; packages with operators choose Python's."""
+    env = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": kind}
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", MANY_THREADS], env=env, check=True)
 
 
 Write = Callable[..., Path]

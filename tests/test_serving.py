@@ -341,10 +341,14 @@ def test_cards_are_served_until_one_is_lost(
 
 
 def test_run_fails_by_its_kind_and_the_next_is_served(peer: Peer, tmp_path: Path) -> None:
-    peer.build(fake(tmp_path, when={"-1": "fail", "-2": "invalid"}))
+    peer.build(fake(tmp_path, when={"-1": "fail", "-2": "invalid", "-3": "refuse"}))
     peer.attach(0)
     x = peer.array(x_at(0))
-    for first, kind, text in ((-1, "predict", "asked to fail"), (-2, "invalid", "invalid input")):
+    for first, kind, text in (
+        (-1, "predict", "asked to fail"),
+        (-2, "invalid", "invalid input"),
+        (-3, "refused", "asked to refuse"),
+    ):
         x[0] = first
         error = peer.fail([x_at(0)], [y_at(64)])
         assert error.kind == kind

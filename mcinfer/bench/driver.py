@@ -46,7 +46,6 @@ class _Driver:
 
         for name in ("devices", "batches"):
             setup[name] = tuple(setup[name])
-        setup["worker_cores"] = tuple(map(tuple, setup["worker_cores"]))
         self.way = way_class(way)(Setup(**{**setup, "split": Split(**setup["split"])}))
         seconds = perf_counter() - begin
         if not isinstance(self.way.workers, int):
@@ -59,6 +58,10 @@ class _Driver:
         from mcinfer.bench.load import take_turn
         from mcinfer.bench.report import Load
 
+        if load["scenario"]:
+            from mcinfer.bench.mlperf import offer  # which needs an extra
+
+            more["make"] = offer
         request = self._request(str(load["batch"]))
         sleep(_REST)
         return asdict(take_turn(self.way, request, Load(**load), **more))

@@ -1,17 +1,17 @@
-"""The vocabulary of figures: each one's name and unit, how it is computed, how it is written, what it means.
+"""Figures: how they are computed, and how they are written; docs/bench_report.md says what they mean.
 
-Tables, charts, sentences and the glossary take them from here. Latencies are over all requests that were
-made: one that failed, or that an open loop never began, counts as infinite; without it a way that drops
-requests would look good. A percentile of so few requests that it would be the slowest of them is not known. A
-ratio is taken within each repeat, since other work on the machine disturbs all ways of one repeat.
+Tables, charts and sentences take them from here. Latencies are over all requests that were made: one that
+failed, or that an open loop never began, counts as infinite; without it a way that drops requests would look
+good. A percentile of so few requests that it would be the slowest of them is not known. A ratio is taken
+within each repeat, since other work on the machine disturbs all ways of one repeat.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import median
-from typing import Any, Self
+from typing import Self
 
 from mcinfer.bench.report import QUANTILES, Load, Report, Turn, Way
 
@@ -78,7 +78,7 @@ class Unit:
     sign: str = ""
 
 
-ONE, PERCENT, MEGABYTES = Unit(), Unit(0.01, "%"), Unit(1e6, "MB")
+ONE, MEGABYTES = Unit(), Unit(1e6, "MB")
 
 
 def time_unit(seconds: Iterable[float]) -> Unit:
@@ -181,8 +181,7 @@ class Figures:
     """The figures of one way under one load.
 
     Attributes:
-        base: The best baseline under this load, if there is one; for a pool of the scaling the pool of one
-            worker.
+        base: The best baseline under this load, if there is one.
     """
 
     way: Way
@@ -198,8 +197,7 @@ class Figures:
     def speedup(self) -> Spread:
         """How many times as fast as the base, within each repeat.
 
-        By throughput; in an open loop, where all that keep up have the same, by median latency. For a pool
-        over that of as many pools of one: 1 is ideal.
+        By throughput; in an open loop, where all that keep up have the same, by median latency.
         """
         base = self.base.turns if self.base else ()
         # A way that answers a part of the requests is not fast.
@@ -208,9 +206,8 @@ class Figures:
         pairs = zip(self.turns, base, strict=False)  # an interrupted benchmark has more of one
         if self.load.rate is not None:
             return spread_of(latency(other, 0.5) / latency(turn, 0.5) for turn, other in pairs)
-        times = self.way.workers if self.way.role == "scaling" else 1
         return spread_of(
-            turn.throughput / (times * other.throughput) if other.throughput > 0 else math.nan
+            turn.throughput / other.throughput if other.throughput > 0 else math.nan
             for turn, other in pairs
         )
 
@@ -270,30 +267,22 @@ def latency_unit(all_figures: Iterable[Figures]) -> Unit:
     return time_unit(figures.latency(0.5).low for figures in all_figures)
 
 
-def under(report: Report, load: Load, *, scaling: bool = False) -> tuple[Figures, ...]:
-    """All ways that were measured under a load, in the report's order; or the pools of the scaling."""
+def under(report: Report, load: Load) -> tuple[Figures, ...]:
+    """All ways that were measured under a load, in the report's order."""
     found = [
         Figures(report.way(m.way), load, m.turns)
         for m in report.measurements
-        if m.load == load and m.turns and (report.way(m.way).role == "scaling") == scaling
+        if m.load == load and m.turns
     ]
     bases = [f for f in found if f.way.role == "baseline" and f.sound]
-    if scaling:
-        bases = [f for f in found if f.way.workers == 1]
     base = max(bases, key=attrgetter("goodness"), default=None)
     return tuple(replace(figures, base=base) for figures in found)
-
-
-def pools(report: Report) -> tuple[Figures, ...]:
-    """The pools of the scaling, the smallest first; those that could not be measured are left out."""
-    found = (under(report, load, scaling=True) for load in report.loads("scaling"))
-    return tuple(sorted((f for each in found for f in each), key=lambda f: f.way.workers))
 
 
 def gains(report: Report) -> tuple[Figures, ...]:
     """Mcinfer's best way under each load that it and a baseline kept up with; under closed loops, if any."""
     found = []
-    for load in report.loads():
+    for load in report.loads:
         own = [each for each in under(report, load) if each.sound and each.way.role == "mcinfer"]
         best = max(own, key=attrgetter("goodness"), default=None)
         if best is not None and best.base is not None:
@@ -305,53 +294,6 @@ def best_gain(report: Report) -> Figures | None:
     return max(gains(report), key=lambda gain: (gain.clear, gain.speedup.middle), default=None)
 
 
-# The vocabulary.
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A figure of tables and charts; a `unit` of None is the table's own of time."""
-
-    of: Callable[[Any], Spread]
-    unit: Unit | None = ONE
-    says: str = ""
-
-
-_LATENCY = (
-    "the time within which 50, 90, 99, 100 % of all requests were answered; ∞: not all of "
-    "them ever were"
-)
-_MEMORY = "memory with shared pages counted once in all; memory of one process alone"
-
-OF_LOADS = {
-    "n": Term(lambda f: Spread(tuple(turn.made for turn in f.turns)), says="requests in a turn"),
-    "rows/s": Term(attrgetter("rows")),
-    "speed-up": Term(
-        attrgetter("speedup"),
-        says="throughput over that of the best baseline under the same load, which the table names, "
-        "within each repeat; in an open loop that baseline's median latency over the way's",
-    ),
-    "p50": Term(lambda f: f.latency(0.5), None, _LATENCY),
-    "p90": Term(lambda f: f.latency(0.9), None, _LATENCY),
-    "p99": Term(lambda f: f.latency(0.99), None, _LATENCY),
-    "max": Term(lambda f: f.latency(1.0), None, _LATENCY),
-    "overhead": Term(attrgetter("overhead"), None, "mean latency less the engine's own run"),
-    "cores": Term(attrgetter("cores"), says="busy cores, on average"),
-    "efficiency": Term(attrgetter("speedup"), PERCENT),
-}
-"""By name, what is known of `Figures`."""
-
-OF_WAYS = {
-    "start": Term(lambda way: spread_of(way.start_seconds), None),
-    "PSS": Term(lambda way: spread_of(m.pss for m in way.memory), MEGABYTES, _MEMORY),
-    "USS": Term(lambda way: spread_of(m.uss for m in way.memory), MEGABYTES, _MEMORY),
-}
-"""By name, what is known of a `Way`, whatever the load."""
-
-
-GLOSSARY = {
-    **{name: term.says for name, term in (OF_LOADS | OF_WAYS).items() if term.says},
-    "difference": "largest difference of an output from ONNX Runtime's in float32, over its largest value",
-    "client, /s": "requests under way at once in a closed loop; arrivals in an open one",
-    FLAWED: "not all requests were answered, or not as fast as they came: such throughput is no speed",
-}
+def memory(way: Way) -> tuple[Spread, Spread]:
+    """Its proportional and its unique set sizes, in bytes."""
+    return spread_of(m.pss for m in way.memory), spread_of(m.uss for m in way.memory)

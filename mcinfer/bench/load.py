@@ -7,7 +7,7 @@ the arrival, also where every client is busy by then.
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counting
@@ -50,16 +50,25 @@ class LoadOutcome:
         errors: The error of each request that failed.
         unfinished: Arrivals that no client had begun with when the turn was over.
         seconds: From the first request to the last answer.
+        measured: Latencies by their fraction, where what made the load has measured them.
     """
 
     answers: list[tuple[float, float]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     unfinished: int = 0
     seconds: float = 0.0
+    measured: Mapping[float, float] = field(default_factory=dict)
 
     @property
     def latencies(self) -> list[float]:
         return sorted(end - begin for begin, end in self.answers)
+
+    def latencies_at(self, parts: Sequence[float]) -> tuple[float, ...]:
+        """Those at such fractions; empty without an answer."""
+        found = self.latencies
+        return tuple(
+            self.measured.get(part) or nearest_rank(found, part) for part in parts if found
+        )
 
 
 def offer(
@@ -169,8 +178,9 @@ def take_turn(
     count: int = 0,
     warmup: float = 0.0,
     seed: int = 0,
+    make: Callable[..., LoadOutcome] = offer,
 ) -> Turn:
-    """Warm up, make load as `offer` does, and count.
+    """Warm up, make load, and count; `make` does so as `offer` does.
 
     The warm-up takes `warmup` seconds, of as many clients as keep the workers busy, each of which makes one
     request at least.
@@ -178,9 +188,9 @@ def take_turn(
     request = partial(way.run, inputs)
     closed = Load(batch=load.batch, clients=min(load.clients, max(1, 2 * way.workers)))
     offer(request, closed, seconds=warmup, count=0, seed=0)
-    (runs, run_seconds), wide_runs = way.run_seconds(), way.wide_runs()
+    runs, run_seconds = way.run_seconds()
     cpu = _cpu_seconds()
-    outcome = offer(request, load, seconds=seconds, count=count, seed=seed)
+    outcome = make(request, load, seconds=seconds, count=count, seed=seed)
     cpu_seconds = max(0.0, _cpu_seconds() - cpu)
     runs_after, run_seconds_after = way.run_seconds()
     done = runs_after - runs
@@ -190,14 +200,13 @@ def take_turn(
         failed=len(outcome.errors),
         unfinished=outcome.unfinished,
         seconds=outcome.seconds,
-        latencies=tuple(nearest_rank(found, fraction) for fraction in QUANTILES) if found else (),
+        latencies=outcome.latencies_at(QUANTILES),
         mean_latency=sum(found) / max(1, len(found)),
         run_seconds=(run_seconds_after - run_seconds) / done if done else None,
         cpu_seconds=cpu_seconds,
         kept_up=load.rate is None or (not outcome.unfinished and kept_up(outcome.answers)),
         error=next(iter(outcome.errors), ""),
         runs=done,
-        wide_runs=way.wide_runs() - wide_runs,
     )
 
 

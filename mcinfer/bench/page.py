@@ -1,97 +1,52 @@
 """A report as one HTML page that loads nothing: no script, no font, no picture. Bars are boxes of its style.
 
-The page: the verdict, the speed-up with its spread, memory, a program to copy, bars, tables, and last the
-glossary and the versions. Bars begin at zero.
+The page: the verdict, bars of the speed-up and of the memory, a program to copy, tables, and last the
+versions. Bars begin at zero.
 """
 
 import base64
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
-from itertools import groupby
 from string import Template
 
 from mcinfer.bench import texts
 from mcinfer.bench.figures import (
-    GLOSSARY,
-    OF_LOADS,
-    OF_WAYS,
+    MEGABYTES,
     ONE,
-    Figures,
     Spread,
     Unit,
     gains,
-    latency_unit,
+    memory,
     middle_text,
-    pools,
     range_text,
-    under,
 )
 from mcinfer.bench.report import Report, dump
 from mcinfer.bench.table import Cell, Grid, grids
 from mcinfer.bench.texts import printable
 
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One row of a chart; `kind` is a class of the page's style: ``"own"``, ``"other"`` or ``"bad"``."""
-
-    name: str
-    spread: Spread
-    kind: str
-    note: str = ""
+Bar = tuple[str, Spread, str]
+"""A name, the figure, and a class of the page's style: ``"own"``, ``"other"`` or ``"bad"``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    title: str
-    bars: Sequence[Bar]
-    unit: Unit = ONE
-
-
-def charts(report: Report) -> tuple[list[Chart], list[Chart]]:
-    """The speed-up and the memory; and all others. Those of which nothing is known are left out."""
-    memory = [
-        Bar(way.name, OF_WAYS["PSS"].of(way), "own" if way.role == "mcinfer" else "other")
-        for way in report.ways
-        if way.role != "scaling"
-    ]
-    speed = []  # mcinfer's best way under each load, and below it the baseline that it is beside
-    for gain in gains(report):
+def charts(report: Report) -> list[tuple[str, list[Bar], Unit]]:
+    """By title: the speed-up, where there may be a verdict, and the memory, as far as they are known."""
+    speed: list[Bar] = []  # mcinfer's best way under each load, and the baseline that it is beside
+    for gain in () if report.disturbed else gains(report):
         kind = "bad" if gain.clear < 0 else "own"
-        speed.append(Bar(f"{gain.way.name}, {gain.load}", gain.speedup, kind))
-        speed.append(Bar(gain.other, Spread((1.0,)), "other"))
-    unit = OF_WAYS["PSS"].unit or ONE
-    first = [
-        Chart("speed-up over the best baseline", speed),
-        Chart(f"memory of all processes (PSS, {unit.sign})", memory, unit),
+        speed.append((f"{gain.way.name}, {gain.load}", gain.speedup, kind))
+        speed.append((gain.other, Spread((1.0,)), "other"))
+    sizes: list[Bar] = [
+        (way.name, memory(way)[0], "own" if way.role == "mcinfer" else "other")
+        for way in report.ways
     ]
-    more = []
-    for load in report.loads():
-        found = under(report, load)
-        for name in ("rows/s", "p50", "p99"):
-            unit = OF_LOADS[name].unit or latency_unit(found)
-            title = f"{name} ({unit.sign}), {load}".replace(" ()", "")
-            more.append(Chart(title, [_bar(f, OF_LOADS[name].of(f)) for f in found], unit))
-    if scaling := pools(report):
-        bars = [
-            _bar(p, p.rows, f"({texts.percent(p.speedup.middle)} of ideal)" * p.speedup.known)
-            for p in scaling
-        ]
-        more.append(Chart(f"scaling: rows/s, {scaling[0].load}", bars))
-    return _known(first), _known(more)
-
-
-def _known(found: Iterable[Chart]) -> list[Chart]:
-    known = ((chart, [bar for bar in chart.bars if bar.spread.known]) for chart in found)
-    return [replace(chart, bars=bars) for chart, bars in known if bars]
-
-
-def _bar(figures: Figures, spread: Spread, note: str = "") -> Bar:
-    kind = "other" if figures.way.role == "baseline" else "own"
-    return Bar(texts.marked(figures), spread, kind if figures.sound else "bad", note)
+    found = (
+        ("speed-up over the best baseline", speed, ONE),
+        ("memory of all processes (PSS, MB)", sizes, MEGABYTES),
+    )
+    known = ((title, [bar for bar in bars if bar[1].known], unit) for title, bars, unit in found)
+    return [chart for chart in known if chart[1]]
 
 
 # HTML. Names and texts of a report are escaped in `_text`, and nowhere else.
@@ -109,26 +64,25 @@ def _terms(terms: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"<dt>{_text(term)}</dt><dd>{_text(what)}</dd>" for term, what in terms)
 
 
-def _chart(chart: Chart) -> str:
-    known = [bar.spread.middle for bar in chart.bars if math.isfinite(bar.spread.middle)]
+def _chart(title: str, bars: Sequence[Bar], unit: Unit) -> str:
+    known = [spread.middle for _, spread, _ in bars if math.isfinite(spread.middle)]
     most = max(known, default=0.0)
     rows = ""
-    for bar in chart.bars:
-        part = min(1.0, bar.spread.middle / most) if most else 0.0
+    for name, spread, kind in bars:
+        part = min(1.0, spread.middle / most) if most else 0.0
         rows += (
-            f'<tr><th scope="row">{_text(bar.name)}</th>'
-            f'<td class="track"><span class="{bar.kind}" style="width: {100 * part:.1f}%"></span></td>'
-            f"<td>{_cell((bar.spread, chart.unit), bar.note)}</td></tr>\n"
+            f'<tr><th scope="row">{_text(name)}</th>'
+            f'<td class="track"><span class="{kind}" style="width: {100 * part:.1f}%"></span></td>'
+            f"<td>{_cell((spread, unit))}</td></tr>\n"
         )
-    return f'<table class="chart">\n<caption>{_text(chart.title)}</caption>\n{rows}</table>'
+    return f'<table class="chart">\n<caption>{_text(title)}</caption>\n{rows}</table>'
 
 
-def _cell(cell: Cell, note: str = "") -> str:
+def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
         return _text(cell)
     range_ = range_text(*cell)
-    text = " ".join(filter(None, (middle_text(*cell), note)))
-    return _text(text) + (f"<small>{_text(range_)}</small>" if range_ else "")
+    return _text(middle_text(*cell)) + (f"<small>{_text(range_)}</small>" if range_ else "")
 
 
 def _table(grid: Grid) -> str:
@@ -147,8 +101,7 @@ def _table(grid: Grid) -> str:
 def render(report: Report) -> str:
     """The page, to be written in UTF-8. Markup in the report's names and texts is shown, not obeyed."""
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    first, more = charts(report)
-    warnings, program = texts.remarks(report), texts.report_program(report)
+    program = texts.report_program(report)
     said = "<p>mcinfer's best mode here, as a program:</p>\n<pre>{}</pre>"
     made = f"{report.made_at}, in {report.took_seconds:.0f} s, by mcinfer {report.mcinfer}"
     facts = {
@@ -157,21 +110,15 @@ def render(report: Report) -> str:
         "Settings": texts.settings_line(report),
         "Made": made,
     }
-    # Names that one text explains are together.
-    glossary = groupby(GLOSSARY, key=GLOSSARY.__getitem__)
-    ways = [(way.name, way.text) for way in report.ways if way.role != "scaling"]
     return Template(template).substitute(
         name=_text(report.model.name),
-        verdict=_text(texts.verdict(report)),
-        warnings=f'<div class="remarks">\n{_paragraphs(warnings)}\n</div>' if warnings else "",
-        first="\n".join(map(_chart, first)),
+        verdict=_text(report.verdict),
+        warnings=f'<div class="remarks">\n{_paragraphs(report.remarks)}\n</div>'
+        * bool(report.remarks),
+        charts="\n".join(_chart(*chart) for chart in charts(report)),
         program=said.format(escape(program)) if program else "",
-        charts="\n".join(map(_chart, more)),
-        gains=_paragraphs(texts.gain_lines(report)),
         tables="\n".join(map(_table, grids(report))),
-        notes=_paragraphs(texts.notes(report)),
         data=base64.b64encode(dump(report)).decode("ascii"),
-        ways=_terms(ways),
-        glossary=_terms((", ".join(names), says) for says, names in glossary),
+        ways=_terms((way.name, way.text) for way in report.ways),
         facts=_terms(facts.items()),
     )

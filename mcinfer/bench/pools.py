@@ -19,14 +19,13 @@ class Concurrent(RunningWay):
         max_batch_size = setup.max_batch_size if self.joins else 1
         self.workers = len(setup.devices)
         given = engine_arguments(setup.engine)
-        given["options"] |= {"threads": setup.threads, "cores": setup.worker_cores or None}
+        given["options"]["threads"] = setup.threads
         self._master = Master(
             setup.model,
             setup.devices,
             engine=given["engine"],
             options=EngineOptions(**given["options"]),
             max_batch_size=max_batch_size,
-            max_delay=setup.max_delay if max_batch_size > 1 else 0.0,
             batch_axes=setup.batch_axes,
             output_axes=setup.output_axes,
         ).start()
@@ -43,9 +42,6 @@ class Concurrent(RunningWay):
     def run_seconds(self) -> tuple[int, float]:
         workers = self._master.statistics().workers
         return sum(w.runs for w in workers), sum(w.busy_seconds for w in workers)
-
-    def wide_runs(self) -> int:
-        return sum(w.wide for w in self._master.statistics().workers)
 
     def close(self) -> None:
         self._master.close()

@@ -1,4 +1,4 @@
-"""The report of a benchmark, and its JSON file: the schema ``mcinfer.bench``, version 1.
+"""The report of a benchmark, and its JSON file: the schema ``mcinfer.bench``, version 2.
 
 docs/bench_report.md describes every field. All times are float seconds, all sizes bytes. Where something was
 measured several times there is one entry for each repeat, in the order of the repeats.
@@ -6,22 +6,25 @@ measured several times there is one entry for each repeat, in the order of the r
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.extras import requires
 
-VERSION = 1
+VERSION = 2
 
 QUANTILES = (0.0, *(n / 50 for n in range(1, 50)), 0.99, 0.995, 0.999, 1.0)
 """Fractions at which latencies are kept: 0 is the least, 0.5 the median, 1 the greatest."""
 
 OTHERS = "others_cores"
-"""The fact about the machine that says how many cores other programs kept busy during the run."""
+OTHERS_BEFORE = "others_cores_before"
+"""The facts about the machine that say how many cores other programs used during the run, and before it."""
 
-Role = Literal["baseline", "mcinfer", "scaling"]
+Role = Literal["baseline", "mcinfer"]
+
+Scenario = Literal["", "SingleStream", "Offline", "Server"]
+"""Of MLPerf's LoadGen, where that makes the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +38,12 @@ class Load:
     batch: int
     clients: int
     rate: float | None = None
+    scenario: Scenario = ""
 
     def __str__(self) -> str:
         clients = "1 client" if self.clients == 1 else f"{self.clients} clients"
-        return f"batch {self.batch}, {clients if self.rate is None else f'{self.rate:g}/s'}"
+        text = self.scenario or clients if self.rate is None else f"{self.scenario} {self.rate:g}/s"
+        return f"batch {self.batch}, {text.strip()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +53,6 @@ class Turn:
     Attributes:
         latencies: Those at `QUANTILES`, empty without an answer.
         runs: Runs of the engine; 0 where they are not known.
-        wide_runs: Of these, runs with the cores of all workers, since their request came alone.
     """
 
     requests: int
@@ -62,7 +66,6 @@ class Turn:
     kept_up: bool = True
     error: str = ""
     runs: int = 0
-    wide_runs: int = 0
 
     @property
     def made(self) -> int:
@@ -143,12 +146,17 @@ class Settings:
     seed: int
     dims: dict[str, int]
     max_batch_size: int
-    max_delay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A whole benchmark. `measurements` go load by load, way by way, in the order of the tables."""
+    """A whole benchmark. `measurements` go load by load, way by way, in the order of the tables.
+
+    Attributes:
+        verdict: Whether to use mcinfer; says why there is no verdict where that is so.
+        disturbed: What disturbed the measurement: then there is no verdict.
+        remarks: Other warnings.
+    """
 
     made_at: str
     took_seconds: float
@@ -159,9 +167,12 @@ class Report:
     ways: tuple[Way, ...]
     measurements: tuple[Measurement, ...]
     finished: bool = True
+    verdict: str = ""
+    disturbed: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     quantiles: tuple[float, ...] = QUANTILES
     schema: Literal["mcinfer.bench"] = "mcinfer.bench"
-    version: Literal[1] = field(default=1)
+    version: Literal[2] = field(default=2)
 
     def way(self, name: str) -> Way:
         return {way.name: way for way in self.ways}[name]
@@ -170,27 +181,10 @@ class Report:
         found = (m for m in self.measurements if m.way == way and m.load == load)
         return next(found, None)
 
-    def loads(self, *roles: Role) -> tuple[Load, ...]:
-        """All loads that ways of these roles were measured under, in their order; default: all but pools."""
-        names = {w.name for w in self.ways if w.role in (roles or ("baseline", "mcinfer"))}
-        return tuple(dict.fromkeys(m.load for m in self.measurements if m.way in names))
-
-
-def _adapter() -> Any:
-    with requires("to read benchmark files takes the package pydantic", "pydantic", extra="bench"):
-        from pydantic import TypeAdapter
-
-    return TypeAdapter(Report)
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a report.
-
-    Raises:
-        MissingDependencyError: pydantic is not installed.
-    """
-    schema: dict[str, Any] = _adapter().json_schema()
-    return schema
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """All loads that ways were measured under, in their order."""
+        return tuple(dict.fromkeys(m.load for m in self.measurements))
 
 
 def dump(report: Report) -> bytes:
@@ -201,57 +195,30 @@ def dump(report: Report) -> bytes:
 
 
 def load(path: str | os.PathLike[str]) -> Report:
-    """Read a report.
+    """Read a report. Fields that this version does not know are passed over.
 
     Raises:
-        InvalidInputError: The file is no report, or one of an unknown version; says where it differs.
-        MissingDependencyError: pydantic is not installed.
+        InvalidInputError: The file is no report, or one of another version.
         OSError: The file cannot be read.
     """
-    adapter = _adapter()
     try:
-        content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
-        # The header first: in another version everything else may differ.
-        header = content if isinstance(content, dict) else {}
+        content = json.loads(Path(path).read_bytes())
         for name, expected in (("schema", "mcinfer.bench"), ("version", VERSION)):
-            if header.get(name) != expected:
-                raise ValueError(f"{name}: got {header.get(name)!r}, expected {expected!r}")
-        report: Report = adapter.validate_python(content)
-        _check_content(report)
-    except (ValueError, RecursionError) as exc:
-        why = str(exc)
-        if errors := getattr(exc, "errors", None):  # pydantic's ValidationError
-            first = errors(include_url=False)[0]
-            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            if content.get(name) != expected:
+                raise ValueError(f"{name}: got {content.get(name)!r}, expected {expected!r}")
+        report: Report = _made(Report, content)
+    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
         raise InvalidInputError(
-            f"{os.fspath(path)} is no benchmark report of version {VERSION}: {why}"
+            f"{os.fspath(path)} is no benchmark report of version {VERSION}: {exc}"
         ) from exc
     return report
 
 
-def _refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _check_content(report: Report) -> None:
-    """Check what types do not say: the names, the number of latencies, and fields of open loops."""
-    if report.quantiles != QUANTILES:
-        raise ValueError("quantiles: got others than those of this version")
-    names = [way.name for way in report.ways]
-    if len(set(names)) < len(names):
-        raise ValueError(f"ways: got {names}, expected each once")
-    seen = set()
-    for index, measurement in enumerate(report.measurements):
-        where = f"measurements.{index}"
-        way, load = measurement.way, measurement.load
-        if way not in names:
-            raise ValueError(f"{where}.way: got {way!r}, expected one of {names}")
-        if (way, load) in seen:
-            raise ValueError(f"{where}: {way} under {load} came before")
-        seen.add((way, load))
-        for turn in measurement.turns:
-            if not turn.kept_up and load.rate is None:
-                raise ValueError(f"{where}.turns: kept_up is false, but of a closed loop")
-            got, expected = len(turn.latencies), len(QUANTILES) if turn.requests else 0
-            if got != expected:
-                raise ValueError(f"{where}.turns: got {got} latencies, expected {expected}")
+def _made(kind: Any, value: Any) -> Any:
+    """A value of that type, from what JSON has for it."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _made(hints[name], value[name]) for name in hints.keys() & value})
+    if get_origin(kind) is tuple:
+        return tuple(_made(get_args(kind)[0], each) for each in value)
+    return value

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 import psutil
@@ -40,6 +40,7 @@ from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
 from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
+    OTHERS_BEFORE,
     Load,
     Measurement,
     Memory,
@@ -51,8 +52,9 @@ from mcinfer.bench.report import (
     Way,
 )
 from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.texts import BUSY_CORES, judged
 from mcinfer.bench.way import Setup
-from mcinfer.config import CoreShare, EngineOptions, parse_devices, share_cores
+from mcinfer.config import EngineOptions, parse_devices
 from mcinfer.engines.names import DEFAULT_ENGINE, PACKAGES, engines_for
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.machine import cpu_model, whole_cpus
@@ -71,12 +73,16 @@ START_SECONDS = 900.0
 
 _COUNT_SECONDS = 4 * 3600.0
 """Time limit of a turn of a number of requests."""
+_LOOKS = 3
+"""Seconds at most until other programs are quiet: one that has just ended is none that disturbs."""
 _PACKAGES = (*PACKAGES, "numpy", "pyzmq", "msgpack")
 
 _T = TypeVar("_T")
 
 Progress = Callable[[float, str], None]
 """Called with the steps (for a search: seconds) that are over, and a note on the next step."""
+
+MachineFacts = dict[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +93,9 @@ class BenchOptions:
         ways: Names, baselines before modes.
         clients: Closed loops of so many clients, for each batch.
         rates: Open loops of so many requests a second, for each batch.
+        mlperf: LoadGen makes the load: its scenarios SingleStream, Offline, and Server at these rates.
         seconds: Length of a turn, if `count` is 0.
-        scaling: Measure pools of fewer workers, too.
-        engines: Of mcinfer's modes, the first for pools of fewer workers; see `Setup.engine`.
+        engines: Of mcinfer's modes; see `Setup.engine`.
     """
 
     model: Path
@@ -100,13 +106,12 @@ class BenchOptions:
     batches: tuple[int, ...] = (1,)
     clients: tuple[int, ...] = (1,)
     rates: tuple[float, ...] = ()
+    mlperf: bool = False
     seconds: float = 2.0
     count: int = 0
     repeats: int = 3
     warmup: float = 0.3
     max_batch_size: int = 8
-    max_delay: float = 0.001
-    scaling: bool = True
     batch_axes: Axes = field(default_factory=dict)
     output_axes: Axes = field(default_factory=dict)
     engines: tuple[str, ...] = (DEFAULT_ENGINE,)
@@ -118,14 +123,13 @@ class BenchOptions:
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        return tuple(
-            load
-            for batch in self.batches
-            for load in (
-                *(Load(batch=batch, clients=clients) for clients in self.clients),
-                *(Load(batch=batch, clients=OPEN_LOOP_CLIENTS, rate=rate) for rate in self.rates),
-            )
-        )
+        closed = [Load(batch=1, clients=clients) for clients in self.clients]
+        if self.mlperf:
+            one = Load(batch=1, clients=1, scenario="SingleStream")
+            closed = [one, replace(one, clients=2 * whole_cpus(), scenario="Offline")]
+        served = Load(batch=1, clients=OPEN_LOOP_CLIENTS, scenario="Server" if self.mlperf else "")
+        opened = [replace(served, rate=rate) for rate in self.rates]
+        return tuple(replace(load, batch=n) for n in self.batches for load in (*closed, *opened))
 
 
 @contextmanager
@@ -186,14 +190,12 @@ class Contender:
     """A way that takes turns with others, and the results so far.
 
     Attributes:
-        text: That of a pool of the scaling; that of others is the way's own.
         errors: By error, the loads under which it came; no loads for one that ended the way.
     """
 
     name: str
     subject: Subject
     role: Role = "mcinfer"
-    text: str = ""
     errors: dict[str, list[str]] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)
@@ -224,7 +226,7 @@ class Contender:
     def report(self) -> Way:
         return Way(
             name=self.name,
-            text=self.text or self.subject.text,
+            text=self.subject.text,
             role=self.role,
             engine=self.subject.engine,
             difference=self.subject.difference,
@@ -306,35 +308,27 @@ class Benchmark:
         self._progress = progress
         self._began = datetime.now(UTC)
         self._start = monotonic()
-        self._machine = machine()
-        self._busy_before = _busy_seconds()
         # As the master counts them: fewer than cores where there is a quota.
-        self._cpus = whole_cpus()
-        self._devices = tuple(map(str, parse_devices(plan.devices, self._cpus)))
+        self._devices = tuple(map(str, parse_devices(plan.devices, whole_cpus())))
         self._model = ModelSpec(inputs=(), outputs=())
         self._entries: list[Contender] = []
         self.done = 0
         self._finished = False
-        # 1, 2, 4, … and the whole pool's; none where there is but one worker.
-        scales = plan.scaling and len(self._devices) > 1
-        self._pool_sizes = powers(len(self._devices)) if scales else []
-        # Enough for the whole pool to have something to do all the time.
-        self._scaling_load = Load(batch=max(plan.batches), clients=2 * len(self._devices))
         ways = sum(way not in MODES for way in plan.ways)
         ways += sum(len(plan.modes(engine)) for engine in plan.engines)
-        turns = plan.repeats * (ways * len(plan.loads) + len(self._pool_sizes))
+        turns = plan.repeats * ways * len(plan.loads)
         self.turn_seconds = 0.0 if plan.count else turns * (plan.warmup + plan.seconds)
-        self.starts = plan.repeats * (ways + len(self._pool_sizes))
+        self.starts = plan.repeats * ways
         self.steps = turns + self.starts
 
-    def run(self) -> Report:
-        """Measure everything.
+    def run(self, facts: Callable[[], MachineFacts]) -> Report:
+        """Measure everything; `facts` gives those about the machine until then (`watched_machine`).
 
         Raises:
             InvalidInputError: The plan does not fit the model.
             BuildError: mcinfer cannot load the model.
         """
-        plan, count = self._plan, len(self._devices)
+        plan, self._facts = self._plan, facts
         with prepared(
             plan.model,
             plan.batches,
@@ -350,15 +344,14 @@ class Benchmark:
                 devices=self._devices,
                 threads=plan.threads,
                 max_batch_size=plan.max_batch_size,
-                max_delay=plan.max_delay,
             )
             # The role is not asked of the class, which would bring its runtime into this process.
-            main = [
+            self._entries = [
                 Contender(shown_name(way), Subject(way, setup, files), "baseline")
                 for way in plan.ways
                 if way not in MODES
             ]
-            main += [
+            self._entries += [
                 Contender(
                     way if engine == DEFAULT_ENGINE else f"{way}/{engine}",
                     Subject(way, replace(setup, engine=engine), files, expected),
@@ -366,32 +359,18 @@ class Benchmark:
                 for engine in plan.engines
                 for way in plan.modes(engine)
             ]
-            first = replace(setup, engine=plan.engines[0])
-            pools = [
-                Contender(
-                    f"pool-{size}",
-                    Subject("concurrent", self._pool(first, size), files),
-                    "scaling",
-                    f"mcinfer.submit over {size} of {count} workers",
-                )
-                for size in self._pool_sizes
-            ]
-            self._entries = [*main, *pools]
-            self._measure(main, plan.loads)
-            self._measure(pools, (self._scaling_load,))
+            self._measure()
         self._finished = True
         return self.report()
 
     def report(self) -> Report:
-        """The results so far."""
+        """The results so far, and the verdict."""
         model, plan = self._model, self._plan
-        seconds = monotonic() - self._start
-        others = (_busy_seconds() - self._busy_before) / max(seconds, 1e-9)
-        return Report(
+        report = Report(
             made_at=self._began.isoformat(timespec="seconds"),
-            took_seconds=round(seconds, 1),
+            took_seconds=round(monotonic() - self._start, 1),
             mcinfer=__version__,
-            machine={**self._machine, OTHERS: round(max(0.0, others), 2)},
+            machine=self._facts(),
             model=ModelFacts(
                 name=plan.model.name,
                 bytes=_model_bytes(plan.model),
@@ -407,41 +386,29 @@ class Benchmark:
                 seed=plan.inputs.seed,
                 dims=dict(plan.inputs.dims),
                 max_batch_size=plan.max_batch_size,
-                max_delay=plan.max_delay,
             ),
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(
                 Measurement(way=entry.name, load=load, turns=tuple(entry.turns[load]))
-                for load in dict.fromkeys((*plan.loads, self._scaling_load))
+                for load in plan.loads
                 for entry in self._entries
                 if entry.turns.get(load)
             ),
             finished=self._finished,
         )
+        return judged(report)
 
     @property
     def has_measured(self) -> bool:
         """Whether any way has answered something."""
         return any(any(entry.turns.values()) for entry in self._entries)
 
-    def _pool(self, setup: Setup, size: int) -> Setup:
-        """A pool of fewer workers, each with the share of the device that it has in the whole pool."""
-        cores = sorted(os.sched_getaffinity(0))
-        shares = share_cores(parse_devices(self._devices, self._cpus), cores, cpus=self._cpus)
-        mine = [share for share in shares.values() if isinstance(share, CoreShare)][:size]
-        return replace(
-            setup,
-            devices=self._devices[:size],
-            threads=setup.threads or (mine[0].threads if mine else None),
-            worker_cores=tuple(share.cores for share in mine),
-        )
-
-    def _measure(self, entries: Sequence[Contender], loads: Sequence[Load]) -> None:
+    def _measure(self) -> None:
         plan = self._plan
         most = _COUNT_SECONDS if plan.count else 3 * (plan.warmup + plan.seconds)
         take_turns(
-            entries,
-            loads,
+            self._entries,
+            plan.loads,
             plan.repeats,
             self._show,
             patience=START_SECONDS,
@@ -450,7 +417,7 @@ class Benchmark:
             count=plan.count,
             warmup=plan.warmup,
             seed=plan.inputs.seed,
-            timeout=most + 2 * max(load.clients for load in loads) * REQUEST_SECONDS,
+            timeout=most + 2 * max(load.clients for load in plan.loads) * REQUEST_SECONDS,
         )
 
     def _show(self, entry: Contender, load: Load | None) -> None:
@@ -475,14 +442,10 @@ def _check_rates(plan: BenchOptions) -> None:
             )
 
 
-def powers(most: int) -> list[int]:
-    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
-
-
 # The machine.
 
 
-def machine() -> dict[str, str | int | float]:
+def machine() -> MachineFacts:
     """Processor, cores, memory, load and versions; no names, no paths."""
     versions = {}
     for package in _PACKAGES:
@@ -497,6 +460,33 @@ def machine() -> dict[str, str | int | float]:
         "python": platform.python_version(),
         **versions,
     }
+
+
+def watched_machine() -> Callable[[], MachineFacts]:
+    """Look what other programs do, for a second or until they are quiet; what gives the facts from then on.
+
+    Other programs' use of the cores is that before, and that from the end of this call to that of the facts'.
+    """
+    facts = machine()
+    for _ in range(_LOOKS):
+        others = _use_by_others()
+        sleep(1.0)
+        facts[OTHERS_BEFORE] = before = others()
+        if before <= BUSY_CORES:
+            break
+    others = _use_by_others()
+    return lambda: facts | {OTHERS: others()}
+
+
+def _use_by_others() -> Callable[[], float]:
+    """What gives the cores that other programs have used since this call, on average."""
+    begin, before = monotonic(), _busy_seconds()
+
+    def cores() -> float:
+        seconds = monotonic() - begin
+        return round(max(0.0, _busy_seconds() - before) / max(1.0, seconds), 2)
+
+    return cores
 
 
 def _model_bytes(path: Path) -> int:

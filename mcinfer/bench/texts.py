@@ -1,7 +1,11 @@
-"""The sentences and programs of a report, the same in the terminal and on the page."""
+"""The sentences and programs of a report, the same in the terminal, on the page and in the file.
+
+`judged` decides whether there may be a verdict: what disturbed the measurement takes its place.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -9,25 +13,19 @@ from mcinfer.bench.figures import (
     CLEAR_GAIN,
     FLAWED,
     MEGABYTES,
-    OF_WAYS,
-    PERCENT,
-    SHORTEST_FOR_CORES,
-    TO,
     Figures,
     best_gain,
     difference_text,
     gains,
     kept_up,
-    middle_text,
+    memory,
     number,
-    pools,
-    range_text,
     seconds_text,
     spread_of,
     spread_text,
     under,
 )
-from mcinfer.bench.report import OTHERS, Load, Report, Way
+from mcinfer.bench.report import OTHERS, OTHERS_BEFORE, Load, Report, Way
 from mcinfer.bench.way import engine_arguments
 from mcinfer.engines.names import DEFAULT_ENGINE
 from mcinfer.errors import printable as shown
@@ -47,8 +45,11 @@ _MAX_ERRORS = 5
 """Different ones that are shown; some count requests or name moments, so that no two are equal."""
 _LIKE = 0.05
 """Memory within this part is about the same."""
-_BUSY_PART, _BUSY_SPREAD = 0.15, 0.3
-"""Part of the cores that others may use, and spread of throughput, until figures are not to be trusted."""
+NO_VERDICT = "No verdict"
+BUSY_CORES = 0.1
+"""Cores that other programs may use until figures are not to be trusted: a quiet machine has 0.02."""
+_BUSY_SPREAD = 0.3
+"""The same of the usual spread of throughput, as a part of its median."""
 
 
 def percent(part: float) -> str:
@@ -79,8 +80,9 @@ def machine_text(key: str, value: str | float) -> str:
     """One fact about the machine, its unit taken from the end of its name."""
     if key == "cpu":
         return printable(value)
-    if key == OTHERS:
-        return f"other programs used {value} cores"
+    if key in (OTHERS, OTHERS_BEFORE):
+        before = " before" * (key == OTHERS_BEFORE)
+        return f"other programs used {value} cores{before}"
     name, _, unit = key.rpartition("_")
     return f"{name} {value} GiB" if unit == "gib" else printable(f"{key.replace('_', ' ')} {value}")
 
@@ -93,12 +95,7 @@ def settings_line(report: Report) -> str:
         f"{settings.repeats} repeats of {length} after {settings.warmup_seconds:g} s of warm-up",
     ]
     if any(figures.joined for figures in _all_figures(report)):
-        within = seconds_text(settings.max_delay)
-        parts.append(f"requests joined up to {settings.max_batch_size} rows within {within}")
-    alone = [f for f in _all_figures(report) if any(2 * t.wide_runs > t.runs for t in f.turns)]
-    if alone:
-        names = ", ".join(dict.fromkeys(figures.way.name for figures in alone))
-        parts.append(f"requests that came alone had all cores ({names})")
+        parts.append(f"requests joined up to {settings.max_batch_size} rows")
     parts += [f"{name} = {size}" for name, size in settings.dims.items()]
     return printable("; ".join([*parts, f"seed {settings.seed}"]))
 
@@ -110,11 +107,50 @@ def marked(figures: Figures) -> str:
 # The verdict.
 
 
-def verdict(report: Report) -> str:
+def judged(report: Report) -> Report:
+    """The report with what disturbed it, the other remarks, and the verdict that these allow."""
+    disturbed = (*busy(report.machine), *_unsettled(report))
+    verdict = no_verdict(disturbed) or _verdict(report)
+    return replace(report, disturbed=disturbed, remarks=_remarks(report), verdict=verdict)
+
+
+def no_verdict(disturbed: Sequence[str]) -> str:
+    """What is said in place of a verdict after such disturbances; empty where there is none."""
+    return f"{NO_VERDICT}. {' '.join(disturbed)}" if disturbed else ""
+
+
+def busy(machine: Mapping[str, str | float]) -> tuple[str, ...]:
+    """What other programs disturbed, and what to do; empty where they left the machine alone."""
+    times = {OTHERS_BEFORE: "before this began", OTHERS: "while it measured"}
+    used = {when: float(machine.get(key, 0.0)) for key, when in times.items()}
+    found = [f"{number(cores)} cores {when}" for when, cores in used.items() if cores > BUSY_CORES]
+    if not found:
+        return ()
+    which = " and ".join(found)
+    return (f"The machine was busy: other programs used {which}. End them, and measure again.",)
+
+
+def _unsettled(report: Report) -> list[str]:
+    """What else takes back any figure."""
+    found = ["It was interrupted: some turns are missing."] * (not report.finished)
+    closed = [f for load in report.loads if load.rate is None for f in under(report, load)]
+    usual = median([f.rows.width for f in closed if f.sound] or [0.0])
+    if usual > _BUSY_SPREAD:
+        found.append(f"Repeats differ by {percent(usual)}: measure longer (--duration, --repeat).")
+    return found
+
+
+def _verdict(report: Report) -> str:
     """Whether to use mcinfer for this model, and why; and what answers one request alone sooner."""
     best = best_gain(report)
     if best is None:
-        return "No verdict: no way of mcinfer's and no baseline answered all requests of one load."
+        return (
+            f"{NO_VERDICT}: no way of mcinfer's and no baseline answered all requests of one load."
+        )
+    if report.settings.repeats == 1:
+        return (
+            f"{NO_VERDICT}: everything was measured once, so the spread is not known (--repeat 3)."
+        )
     all_gains = gains(report)
     clear = [gain for gain in all_gains if gain.clear > 0]
     what = "the throughput" if best.load.rate is None else "the speed of answers"
@@ -148,9 +184,7 @@ def _engine_text(way: Way) -> str:
 
 def _memory_text(best: Figures) -> str:
     """The memory of mcinfer's way beside that of the baseline that its speed is beside."""
-    own, others = (
-        OF_WAYS["PSS"].of(each.way).middle if each else math.nan for each in (best, best.base)
-    )
+    own, others = (memory(each.way)[0].middle if each else math.nan for each in (best, best.base))
     name, part = printable(best.other), own / others
     if math.isnan(part):
         return ""
@@ -166,7 +200,7 @@ def _alone_text(report: Report, best: Figures) -> str:
 
     By the median latency of one client's requests of the fewest rows, in every repeat.
     """
-    loads = [load for load in report.loads() if load.rate is None and load.clients == 1]
+    loads = [load for load in report.loads if load.rate is None and load.clients == 1]
     least = min(loads, key=lambda load: load.batch, default=None)
     found = [each for each in under(report, least) if each.sound] if least else []
     mine = next((each for each in found if each.way.name == best.way.name), None)
@@ -185,32 +219,13 @@ def _alone_text(report: Report, best: Figures) -> str:
     )
 
 
-def gain_lines(report: Report) -> tuple[str, ...]:
-    """For each load: mcinfer's speed-up, and whether it is clear; then the scaling."""
-    lines = []
-    for gain in gains(report):
-        unclear = "measured once" if len(gain.speedup.values) < 2 else "no clear difference"
-        clear = {1: "faster", -1: "slower", 0: unclear}[gain.clear]
-        ratio = range_text(gain.speedup).replace(TO, " to ") or middle_text(gain.speedup)
-        own, other = printable(gain.way.name), printable(gain.other)
-        text = f"{own} has {ratio} {TIMES} the throughput of {other}"
-        if gain.load.rate is not None:
-            text = f"{own} answers {ratio} {TIMES} as fast as {other}"
-        lines.append(f"{gain.load}: {text} ({clear}).")
-    for pool in pools(report)[-1:]:
-        if pool.way.workers > 1 and pool.speedup.known:
-            efficiency = spread_text(pool.speedup, PERCENT)
-            lines.append(f"Scaling efficiency, {pool.way.workers} workers: {efficiency} %.")
-    return tuple(lines)
-
-
 # Programs.
 
 
 def report_program(report: Report) -> str:
     """A program that runs the model in the way that the verdict is about; empty where there is none."""
     best = best_gain(report)
-    if best is None:
+    if best is None or report.verdict.startswith(NO_VERDICT):
         return ""
     settings, own = report.settings, best.way.name.partition("/")[0]
     many = len(settings.devices)
@@ -219,7 +234,7 @@ def report_program(report: Report) -> str:
     if own == "inline":
         arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
     elif best.joined:
-        arguments |= {"max_batch_size": settings.max_batch_size, "max_delay": settings.max_delay}
+        arguments["max_batch_size"] = settings.max_batch_size
     if best.way.engine != DEFAULT_ENGINE:
         arguments |= engine_arguments(best.way.engine)
     arrays = {}
@@ -233,7 +248,8 @@ def report_program(report: Report) -> str:
         shape = (int(k) if k.isdecimal() else sizes.get(k, best.load.batch) for k in keys)
         arrays[name] = kind, tuple(shape)
     call = {"sharded": "predict", "inline": "inline"}.get(own, "submit")
-    return program(report.model.name, arguments, arrays, call, best.load.clients)
+    rate = max(turn.throughput for turn in best.turns)
+    return program(report.model.name, arguments, arrays, call, best.load.clients, rate)
 
 
 def program(
@@ -242,8 +258,9 @@ def program(
     arrays: Mapping[str, tuple[str, tuple[int, ...]]],
     call: str,
     clients: int,
+    rate: float,
 ) -> str:
-    """A whole program that opens a session, or starts a pool, and calls it.
+    """A whole program that opens a session, or starts a pool, calls it for a second, and says how fast it is.
 
     Args:
         model: Path of the model.
@@ -252,57 +269,73 @@ def program(
         arrays: By input name, element type and shape.
         call: The method of a pool, ``"predict"`` or ``"submit"``; or one of `SESSIONS`.
         clients: Requests under way at once.
+        rate: Requests a second that were measured.
     """
-    made = [f"{_quoted(name)}: {_zeros(*kind)}" for name, kind in arrays.items()]
-    foreign = "import ml_dtypes\n" if any("ml_dtypes." in text for text in made) else ""
-    inputs = f"inputs = {_joined('{', made, '}')}  # your own arrays here\n"
-    given, written = {**arguments}, [_quoted(model)]
+    made = [f"{_quoted(name)}: {_random(*kind)}" for name, kind in arrays.items()]
+    imports = ["from time import perf_counter", "", "import numpy as np"]
+    if any("ml_dtypes." in text for text in made):
+        imports.insert(2, "import ml_dtypes")
+    given, written, lines = {**arguments}, [_quoted(model)], []
+    count = max(clients, round(float(f"{rate:.1e}")))
+    first = run = "answer = session.run(None, inputs)"
+    called, start = f"for _ in range({count}):", ""
     if call in SESSIONS:
-        begin = ""
-        calls = "answer = session.run(None, inputs)"
-        if clients > 1 and call == "session":
-            calls = f"answers = [session.run(None, inputs) for _ in range({clients})]"
-        elif clients > 1:
-            begin = "from concurrent.futures import ThreadPoolExecutor\n\n"
-            calls = (
-                f"with ThreadPoolExecutor({clients}) as clients:\n"
-                f"    answers = [*clients.map(lambda _: session.run(None, inputs), range({clients}))]"
+        imports.append(
+            "import onnxruntime" if call != "inline" else "\nimport mcinfer.ort as onnxruntime"
+        )
+        if clients > 1 and call != "session":
+            imports.insert(0, "from concurrent.futures import ThreadPoolExecutor")
+            start = f"clients = ThreadPoolExecutor({clients})"
+            called = (
+                f"for answer in clients.map(lambda _: session.run(None, inputs), range({count})):"
             )
         providers = given.pop("providers", None)
-        options = "".join(f"options.{name} = {value!r}\n" for name, value in given.items())
-        if options:
-            options = f"options = onnxruntime.SessionOptions()\n{options}"
+        if given:
+            lines = ["options = onnxruntime.SessionOptions()"]
+            lines += [f"options.{name} = {value!r}" for name, value in given.items()]
             written.append("options")
         if providers:
             written.append(f"providers=[{', '.join(map(_quoted, providers))}]")
-        opened = f"session = {_joined('onnxruntime.InferenceSession(', written, ')')}\n"
-        inline = "\nimport mcinfer.ort as onnxruntime\n"
-        runtime = inline if call == "inline" else "import onnxruntime\n"
-        return f"{begin}{foreign}import numpy as np\n{runtime}\n{inputs}{options}{opened}{calls}"
-    for name, value in given.items():
-        if value:
-            text = _quoted(value)
-            if name == "options":
-                chosen = ", ".join(f"{key}={option!r}" for key, option in value.items())
-                text = f"mcinfer.EngineOptions({chosen})"
-            written.append(f"{name}={text}")
-    calls = (
-        f"    futures = [master.submit(inputs) for _ in range({clients})]\n"
-        "    answers = [future.result() for future in futures]"
-    )
-    if call == "predict":
-        calls = "    answer = master.predict(inputs)"
-    return (
-        f"{foreign}import numpy as np\n\nimport mcinfer\n\n{inputs}"
-        f"with {_joined('mcinfer.Master(', written, ')')} as master:\n{calls}"
-    )
+        lines.append(f"session = {_joined('onnxruntime.InferenceSession(', written, ')')}")
+    else:
+        imports.append("\nimport mcinfer")
+        for name, value in given.items():
+            if value:
+                text = _quoted(value)
+                if name == "options":
+                    chosen = ", ".join(f"{key}={option!r}" for key, option in value.items())
+                    text = f"mcinfer.EngineOptions({chosen})"
+                written.append(f"{name}={text}")
+        lines.append(f"with {_joined('mcinfer.Master(', written, ')')} as master:")
+        first = run = "answer = master.predict(inputs)"
+        if call == "submit":
+            first = "master.warm_up(inputs)"
+            called = f"for answer in master.map([inputs] * {count}, ahead={clients}):"
+    indent = "" if call in SESSIONS else "    "
+    body = [
+        start,
+        f"{first}  # not counted: the first takes longer",
+        "begin = perf_counter()",
+        called,
+    ]
+    body += [
+        f"    {'pass' if 'answer' in called else run}",
+        f'print(f"{{{count} / (perf_counter() - begin):.1f}} requests a second")',
+    ]
+    lines += [indent + line for line in body if line]
+    inputs = f"inputs = {_joined('{', made, '}')}  # your own arrays here"
+    return "\n".join([*imports, "", "random = np.random.default_rng(0)", inputs, *lines])
 
 
-def _zeros(kind: str, shape: tuple[int, ...]) -> str:
+def _random(kind: str, shape: tuple[int, ...]) -> str:
+    """An array of random values, so that the rows differ."""
     if kind == STRING:
-        return f'np.full({shape}, "", object)'
+        return f'np.asarray(random.choice(["red", "green", "blue"], {shape}), object)'
+    least_most = "0, 2" if kind == "bool" else "0, 10"
+    whole = "int" in kind or kind == "bool"
+    values = f"random.integers({least_most}, {shape})" if whole else f"random.normal(size={shape})"
     native = numpy_dtype(kind).isbuiltin == 1
-    return f"np.zeros({shape}, {_quoted(kind) if native else f'ml_dtypes.{kind}'})"
+    return f"np.asarray({values}, {_quoted(kind) if native else f'ml_dtypes.{kind}'})"
 
 
 def _quoted(value: Any) -> str:
@@ -323,24 +356,9 @@ def _joined(start: str, parts: list[str], end: str) -> str:
 # What a reader has to know.
 
 
-def _busy_text(report: Report) -> str:
-    facts = (report.machine.get(key) for key in (OTHERS, "cores"))
-    others, cores = (float(fact) if isinstance(fact, int | float) else 0.0 for fact in facts)
-    closed = [f for load in report.loads() if load.rate is None for f in under(report, load)]
-    widths = [figures.rows.width for figures in closed if figures.sound]
-    usual = median(widths) if widths else 0.0
-    why = [f"other programs used {number(others)} cores"] * (others > _BUSY_PART * (cores or 1))
-    why += [f"repeats differ by {percent(usual)}"] * (usual > _BUSY_SPREAD)
-    return f"The machine was busy: do not trust these figures ({', '.join(why)})." if why else ""
-
-
-def remarks(report: Report) -> tuple[str, ...]:
-    """Warnings: without them the figures would be misread."""
-    found = [*filter(None, [_busy_text(report)])]
-    if not report.finished:
-        found.append("The benchmark was interrupted: some turns are missing.")
-    if report.settings.repeats == 1:
-        found.append("Everything was measured once: the spread is not known.")
+def _remarks(report: Report) -> tuple[str, ...]:
+    """Warnings that take back no verdict: without them the figures would be misread."""
+    found = []
     measured = {m.way for m in report.measurements if m.turns}
     found += [
         printable(
@@ -362,24 +380,11 @@ def remarks(report: Report) -> tuple[str, ...]:
         f"Requests of {', '.join(dict.fromkeys(ways))} failed: {error}"
         for error, ways in [*errors.items()][:_MAX_ERRORS]
     ]
-    if len(errors) > _MAX_ERRORS:
-        found.append(f"Requests failed for {len(errors) - _MAX_ERRORS} more reasons.")
     return tuple(found)
 
 
 def _all_figures(report: Report) -> list[Figures]:
-    compared = [figures for load in report.loads() for figures in under(report, load)]
-    return [*compared, *pools(report)]
-
-
-def notes(report: Report) -> tuple[str, ...]:
-    all_figures = [figures for figures in _all_figures(report) if figures.made]
-    found = []
-    if any(not figures.latency(0.99).known for figures in all_figures):
-        found.append(f"{TO}: p90 and p99 need at least 10 and 100 requests in each turn (n).")
-    if any(not figures.cores.known for figures in all_figures):
-        found.append(f"{TO}: cores need turns of at least {SHORTEST_FOR_CORES:g} s.")
-    return tuple(found)
+    return [figures for load in report.loads for figures in under(report, load)]
 
 
 def flaw_text(figures: Figures) -> str:

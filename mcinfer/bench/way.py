@@ -29,13 +29,11 @@ class Setup:
         devices: One for each worker: ``("cpu:0", "cpu:1")``.
         engine: Of mcinfer's workers, and after a colon the precision: ``"openvino:bf16"``.
         threads: Threads of a worker's run; None: as many as the worker has cores.
-        worker_cores: By worker, the cores that it is pinned to; empty for equal shares of all.
         split: Where a request's rows lie, and how its outputs are joined.
         fixed_batch: The only number of rows that a run takes; None where it takes any.
         batches: Rows of the requests that will come; empty where that is not known.
         batch_axes: The user's, as `mcinfer.Master` takes them; `output_axes` too.
         max_batch_size: Rows that small requests may be joined to, for a way that joins them.
-        max_delay: Seconds that a request may wait for others, in such a way.
     """
 
     model: str
@@ -45,8 +43,6 @@ class Setup:
     engine: str = DEFAULT_ENGINE
     threads: int | None = None
     max_batch_size: int = 1
-    max_delay: float = 0.0
-    worker_cores: tuple[tuple[int, ...], ...] = ()
     fixed_batch: int | None = None
     batches: tuple[int, ...] = ()
     batch_axes: Axes = field(default_factory=dict)
@@ -117,10 +113,6 @@ class RunningWay(ABC):
     def run_seconds(self) -> tuple[int, float]:
         """The engine's runs so far, and their seconds; (0, 0.0) where they are not known."""
         return 0, 0.0
-
-    def wide_runs(self) -> int:
-        """How many of them had the cores of all workers."""
-        return 0
 
     @abstractmethod
     def close(self) -> None:

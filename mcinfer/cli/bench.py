@@ -1,18 +1,13 @@
 """``mcinfer bench`` and ``mcinfer tune``: what is fast, and which pool or session is best for a load."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from mcinfer.bench import (
-    BASELINES,
-    MODES,
-    check_engines,
-    check_names,
-)
+from mcinfer.bench import BASELINES, MODES
 from mcinfer.bench.report import Report
 from mcinfer.cli.options import (
     MAX_CLIENTS,
@@ -38,7 +33,7 @@ from mcinfer.cli.options import (
 from mcinfer.cli.output_files import check_outputs, write_output
 from mcinfer.cli.progress import counted, let_workers_tell, say, showing_work
 from mcinfer.engines.names import engines_for
-from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.errors import McinferError
 
 _DEFAULT_BASELINES = "session,threads,pipe"
 _ALL_MODES = ",".join(MODES)
@@ -51,38 +46,15 @@ _JsonOption = Annotated[
 ]
 
 
-def parse_baselines(text: str) -> tuple[str, ...]:
-    if text == "none":
-        return ()
-    names = tuple(dict.fromkeys(text.split(",")))
-    try:
-        check_names(names)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc).removeprefix("--against: ")) from exc
-    return names
-
-
-def parse_modes(text: str) -> tuple[str, ...]:
-    names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in names if name not in MODES]:
-        raise typer.BadParameter(f"got {unknown[0]!r}, expected some of {[*MODES]}, or none")
-    return names
-
-
-def parse_engines(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    try:
-        check_engines(names)
-    except InvalidInputError as exc:
-        raise typer.BadParameter(str(exc).removeprefix("--engine: ")) from exc
-    return names
+def _names(text: str) -> tuple[str, ...]:
+    return () if text == "none" else tuple(dict.fromkeys(text.split(",")))
 
 
 _EngineOption = Annotated[
     Any,
     parsed(
         "ENGINES",
-        parse_engines,
+        _names,
         "Engines of the workers, and after a colon the precision: onnxruntime,openvino,openvino:bf16. "
         "Default: bench: the first that is installed; tune: those that are installed.",
     ),
@@ -110,6 +82,15 @@ def bench(
             "Requests under way at once: 1,4,16. Default: 1,4, or none with --rate.",
         ),
     ] = None,
+    load: Annotated[
+        Literal["clients", "mlperf"],
+        typer.Option(
+            "--load",
+            metavar="GENERATOR",
+            help="What makes the load: our clients; or mlperf: LoadGen's SingleStream and Offline, and with "
+            "--rate its Server.",
+        ),
+    ] = "clients",
     rate: Annotated[
         Any,
         parsed("RATES", parse_rates, "Requests a second that arrive at random (open loop): 20,50."),
@@ -125,18 +106,12 @@ def bench(
         int, typer.Option(metavar="TIMES", min=1, help="Repeats of the whole measurement.")
     ] = 3,
     warmup: Annotated[Any, parsed("SECONDS", parse_pause, "Warm-up before each turn.")] = "0.3",
-    against: Annotated[Any, parsed("WAYS", parse_baselines, _BASELINES_HELP)] = _DEFAULT_BASELINES,
-    modes: Annotated[Any, parsed("MODES", parse_modes, _MODES_HELP, "--modes")] = _ALL_MODES,
+    against: Annotated[Any, parsed("WAYS", _names, _BASELINES_HELP)] = _DEFAULT_BASELINES,
+    modes: Annotated[Any, parsed("MODES", _names, _MODES_HELP, "--modes")] = _ALL_MODES,
     max_batch_size: Annotated[
         int, typer.Option(metavar="ROWS", min=1, help="Mode batched: most rows in one run.")
     ] = 8,
-    max_delay: Annotated[
-        Any, parsed("SECONDS", parse_pause, "Mode batched: longest wait of a request for others.")
-    ] = "0.001",
     engine: _EngineOption = None,
-    scaling: Annotated[
-        bool, typer.Option(help="Also measure pools of fewer workers.", show_default=False)
-    ] = True,
     input: InputOption = None,  # noqa: A002 the option's name
     dim: DimOption = None,
     integers: IntegersOption = "0:10",
@@ -151,12 +126,21 @@ def bench(
     """Measure your speed-up: mcinfer and the usual alternatives, on your model.
 
     With an engine that is no ONNX Runtime in float32, the table says how far its answers differ from that.
+    There is no verdict where other programs kept the machine busy: the exit status is 1 then.
     """
     from mcinfer.bench.runner import Benchmark, BenchOptions
 
+    if load == "mlperf":
+        if concurrency is not None:
+            raise typer.BadParameter("--load mlperf goes without --concurrency")
+        import mcinfer.bench.mlperf  # noqa: F401 a missing package is an error before the work
     if concurrency is None:
         concurrency = () if rate else (1, 4)
     ways = (*against, *modes)
+    if unknown := [name for name in modes if name not in MODES]:
+        raise typer.BadParameter(
+            f"--modes: got {unknown[0]!r}, expected some of {[*MODES]}, or none"
+        )
     if not ways:
         raise typer.BadParameter("--against none with --modes none: nothing to measure")
     plan = BenchOptions(
@@ -166,6 +150,7 @@ def bench(
         batches=batch,
         clients=concurrency,
         rates=rate or (),
+        mlperf=load == "mlperf",
         seconds=duration,
         count=count,
         repeats=repeat,
@@ -173,21 +158,21 @@ def bench(
         ways=ways,
         engines=engine or engines_for(model)[:1],
         max_batch_size=max_batch_size,
-        max_delay=max_delay,
-        scaling=scaling and "concurrent" in modes,
         inputs=input_options(input, dim, integers, seed),
         **axes_of(batch_axis, output_axis),
     )
     outputs = {"--json": json, "--html": html}
+    with refused_as_usage():
+        benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
     check_outputs(outputs)
     let_workers_tell()
-    benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
+    facts = _watched()
     if benchmark.turn_seconds:
         starts = counted(benchmark.starts, "start")
         say(f"measuring takes {benchmark.turn_seconds:.0f} s and the time of {starts}")
     try:
         with showing_work("measuring", benchmark.steps) as work:
-            report = benchmark.run()
+            report = benchmark.run(facts)
     except KeyboardInterrupt:
         if benchmark.has_measured:
             _show(benchmark.report(), outputs)
@@ -195,6 +180,19 @@ def bench(
     _show(report, outputs if benchmark.has_measured else {})
     if not benchmark.has_measured:
         raise McinferError("nothing was measured: no way has answered a request")
+    if report.disturbed:
+        raise McinferError(report.verdict)
+
+
+def _watched() -> Callable[[], dict[str, str | int | float]]:
+    """The machine's facts, as `mcinfer.bench.runner.watched_machine`; says at once if it is busy."""
+    from mcinfer.bench.runner import watched_machine
+    from mcinfer.bench.texts import busy
+
+    facts = watched_machine()
+    for text in busy(facts()):
+        say(f"there will be no verdict. {text}")
+    return facts
 
 
 def _show(report: Report, outputs: Mapping[str, Path | None]) -> None:
@@ -261,12 +259,13 @@ def tune(
 ) -> None:
     """Find the best pool or session for your model and load, and print a program that uses it.
 
-    It tries sessions in one process, numbers of workers and threads, how requests are joined, and the engines
-    that are installed. A precision below float32 is tried only if it is asked for, such as openvino:bf16.
+    It tries sessions in one process first, then numbers of workers and threads, how requests are joined, and
+    the engines that are installed. A precision below float32 is tried only if it is asked for, such as
+    openvino:bf16. There is no verdict where other programs kept the machine busy: the exit status is 1 then.
     """
     # Both need packages: a missing one is an error before the work, not after it.
     from mcinfer.bench.report import Load
-    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS, machine
+    from mcinfer.bench.runner import OPEN_LOOP_CLIENTS
     from mcinfer.bench.tune import Aim, Search, as_json, verdict
     from mcinfer.machine import whole_cpus
 
@@ -286,25 +285,25 @@ def tune(
             **axes_of(batch_axis, output_axis),
         )
     check_outputs({"--json": json})
-    before = machine()
     let_workers_tell()
+    facts = _watched()
     say(f"tuning takes {budget:g} s at most, from when the model has been loaded once")
     try:
         with showing_work("tuning", budget) as work:
             search.run()
     finally:  # the results so far, also where it was interrupted
         found = search.found
-        if any(trial.turns or trial.error for trial in found.trials):
+        found.machine = facts()
+        if found.trials:
             _show_search(str(model), found)
             if json is not None:
-                content = as_json(str(model), found, before)
-                write_output("--json", json, content, finished=bool(found.ended))
-    if not found.fits:
+                write_output("--json", json, as_json(str(model), found), finished=found.finished)
+    if found.disturbed or not found.fits:
         raise McinferError(verdict(found))
 
 
 def _show_search(model: str, found: Any) -> None:
-    """Print what was tried, the best, and a program that uses it; none where nothing fits."""
+    """Print what was tried, the verdict, and a program that uses the best where there is one."""
     from rich.console import Console
 
     from mcinfer.bench.table import print_lines, print_program, show_grid
@@ -314,10 +313,8 @@ def _show_search(model: str, found: Any) -> None:
     for grid in grids(found):
         show_grid(grid, console)
         console.print()
-    print_lines([*remarks(found), ""], console)
-    if not found.fits:
-        return
+    print_lines(remarks(found), console)
     print_lines([verdict(found)], console, "bold")
-    chosen = found.recommended
-    print_program(program(model, chosen, found), console)
-    print_program(dumps(arguments(chosen, found)), console)
+    if found.fits and not found.disturbed:
+        print_program(program(model, found.best, found), console)
+        print_program(dumps(arguments(found.best.candidate, found)), console)

@@ -20,6 +20,7 @@ import sys
 import threading
 from contextlib import AsyncExitStack
 from copy import copy
+from math import inf
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,7 +34,7 @@ from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.cli.server import ENDING, Config, Endpoint, Listening
 from mcinfer.errors import McinferError
 from mcinfer.runtime.transport import runtime_folder
-from mcinfer.serve.figures import served
+from mcinfer.serve.figures import ALL_SERVE, served
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.service import ServeOptions
 
@@ -59,10 +60,10 @@ def run_processes(count: int, models: Models, options: ServeOptions, endpoint: E
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with endpoint.shared(count) as listening, runtime_folder() as folder:
-            supervisor = _Supervisor(
-                _Config(models, options, endpoint, Path(folder.path)), listening
-            )
+        with endpoint.shared(count) as listening, runtime_folder() as made:
+            folder = Path(made.path)
+            config = _Config(models, options, endpoint, folder)
+            supervisor = _Supervisor(config, listening, folder)
             supervisor.run()
     finally:
         for number, handler in before.items():
@@ -84,10 +85,11 @@ class _Supervisor(Multiprocess):
 
     config: "_Config"
 
-    def __init__(self, config: "_Config", listening: Listening) -> None:
+    def __init__(self, config: "_Config", listening: Listening, folder: Path) -> None:
         super().__init__(config, [*listening.sockets])
-        self._listening, self._serving = listening, False
+        self._listening, self._folder, self._serving = listening, folder, False
         self.failed, self.ended_by = False, 0
+        self._end = inf  # when the delay after SIGTERM is over
 
     def _start(self, place: int, config: "_Config | None" = None) -> Process:
         process = Process(config or self.config, [self.sockets[place]])
@@ -99,6 +101,8 @@ class _Supervisor(Multiprocess):
 
     def keep_subprocess_alive(self) -> None:
         """Go on with the start, or have others take the places of processes that have ended."""
+        if monotonic() >= self._end:
+            self.should_exit.set()
         if self.should_exit.is_set():  # by a signal
             return
         ready = True
@@ -121,12 +125,12 @@ class _Supervisor(Multiprocess):
             self.processes += [self._start(place) for place in range(started, len(self.sockets))]
             if started == len(self.sockets):
                 self._serving = True
+                (self._folder / ALL_SERVE).touch()
                 self._say_serving()
 
     def _say_serving(self) -> None:
-        folder, endpoint = self.config.folder, self.config.endpoint
-        names = ", ".join(served(folder) if folder else ()) or "no model"
-        place = endpoint.place(self.sockets[0])
+        names = ", ".join(served(self._folder)) or "no model"
+        place = self.config.endpoint.place(self.sockets[0])
         say(f"serving {names} by {len(self.sockets)} processes at {place}")
 
     def restart_all(self) -> None:
@@ -135,7 +139,7 @@ class _Supervisor(Multiprocess):
         A new one takes the place if it can load all that is served; a model that is gone is not.
         """
         config = copy(self.config)
-        config.models = config.models.needing(served(config.folder) if config.folder else ())
+        config.models = config.models.needing(served(self._folder))
         for place, old in enumerate(self.processes):
             new = self._start(place, config)
             while not (serves := _serves(new)):
@@ -159,8 +163,15 @@ class _Supervisor(Multiprocess):
         self.ended_by = signal.SIGINT
 
     def handle_term(self) -> None:
-        super().handle_term()
+        """Have no probe find a process ready, and end after the delay; what dies in it is replaced."""
         self.ended_by = signal.SIGTERM
+        (self._folder / ALL_SERVE).unlink(missing_ok=True)
+        delay = self.config.endpoint.drain_delay if self._serving else 0.0
+        self._end = min(self._end, monotonic() + delay)
+
+    def handle_hup(self) -> None:
+        if not self.ended_by:
+            super().handle_hup()
 
     def terminate_all(self) -> None:
         """End them; what still loads has accepted nothing."""

@@ -136,7 +136,15 @@ def serve(
     client_shared_memory: Annotated[
         bool,
         typer.Option(
-            "--client-shared-memory", help="Let clients of this user have tensors in shared memory."
+            "--client-shared-memory",
+            help="With --uds: let clients of this user have tensors in shared memory.",
+        ),
+    ] = False,
+    client_shared_memory_tcp: Annotated[
+        bool,
+        typer.Option(
+            "--client-shared-memory-tcp",
+            help="The same over TCP, where a proxy of this user passes its clients off as this user.",
         ),
     ] = False,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="For TLS.")] = None,
@@ -149,7 +157,7 @@ def serve(
         parsed(
             "SECONDS",
             parse_pause,
-            "To go on accepting after SIGTERM, while no probe is ready; 0 with --processes.",
+            "To go on accepting after SIGTERM, while no probe is ready.",
         ),
     ] = 1.0,
     model_control_mode: Annotated[
@@ -230,18 +238,23 @@ def serve(
     engine_options = EngineOptions(custom_operators=[*map(os.path.abspath, custom_ops or [])])
     given, options = _dealt(devices or [], [*files], engine_options)
     fixed: dict[str, Any] = {}
+    with_regions = client_shared_memory or client_shared_memory_tcp
     if processes > 1:
         for one, reason in (
             (grpc_port is not None, "--grpc-port: gRPC's own threads take connections"),
-            (client_shared_memory, "--client-shared-memory: one process alone would know a region"),
+            (with_regions, "--client-shared-memory: one process alone would know a region"),
             (any(d != ["inline"] for d in given.values()), "--devices: each has inline sessions"),
-            (drain_delay not in (0.0, 1.0), "--drain-delay: they take no connection after SIGTERM"),
         ):
             if one:
                 raise typer.BadParameter(f"{reason}, expected none with --processes {processes}")
         # So many runs at once as there are cores, over all processes.
         threads = max(1, whole_cpus() // processes)
         fixed = {"devices": "inline", "options": {"threads": 1}, "inline_threads": threads}
+    if client_shared_memory and not uds:
+        raise typer.BadParameter(
+            "--client-shared-memory: expected --uds PATH, where the kernel says whose a client is, "
+            "or --client-shared-memory-tcp in its place"
+        )
     if uds and reuse_port:
         raise typer.BadParameter("--reuse-port: got a Unix socket, --uds, expected --port")
     usual = {
@@ -256,7 +269,7 @@ def serve(
     allowed = ServeOptions(
         max_request_bytes=max_request_bytes,
         timeout=timeout,
-        client_shared_memory=client_shared_memory,
+        client_shared_memory=with_regions,
         key_file=api_key_file,
         strict_readiness=strict_readiness,
         why_fixed=_why_fixed(processes, reuse_port),

@@ -31,6 +31,7 @@ from mcinfer.serve.figures import Figures
 from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
+from mcinfer.serve.regions import user_of
 from mcinfer.serve.service import ServeOptions, Service
 
 _log = logging.getLogger("mcinfer.serve")
@@ -46,6 +47,9 @@ request's body."""
 
 _LOOK_SECONDS = 1.0
 """How often a connection looks whether its client is late."""
+
+_SENT_SECONDS = 0.25
+"""After the end of what a client sends, until the server first asks whether it is still there."""
 
 _SO_ATTACH_FILTER = 26
 
@@ -305,6 +309,8 @@ class _Protocol(HttpToolsProtocol):
     _head, _ending, _goes_on = 0, False, False
     _data = _again = b""
     _left, _read_by = 0, inf
+    _running: Any = None  # uvicorn's cycle of the request that is answered
+    _has_sent_all = False
 
     def __init__(self, most: int, **given: Any) -> None:
         super().__init__(**given)
@@ -312,7 +318,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._connection = Connection()
+        self._connection = Connection(partial(user_of, transport.get_extra_info("socket")))
         self._writer = _Writer(transport, self._connection)
         self.app_state = {**self.app_state, CONNECTION: self._connection}
         self._due = self.loop.time() + _HEAD_SECONDS
@@ -323,6 +329,8 @@ class _Protocol(HttpToolsProtocol):
 
     def _look(self) -> None:
         """End the connection if its client is late: there is no timer that a byte puts off."""
+        if self._has_sent_all:
+            self._ask_if_there()
         now, left = self.loop.time(), self.transport.get_write_buffer_size()
         if left:
             if not self._left or left <= self._left - _LEAST_READ:
@@ -333,6 +341,35 @@ class _Protocol(HttpToolsProtocol):
         if now > min(self._due, self._read_by):
             self.transport.abort()
         self._timer = self.loop.call_later(_LOOK_SECONDS, self._look)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays, as a client that has sent its requests may wait for the answers.
+
+        TCP does not say whether it waits or has hung up; TLS has no such end of one side.
+        """
+        last = self.cycle
+        if self.scheme == "https" or not last or last.more_body or last.response_complete:
+            return False
+        last.keep_alive, self._has_sent_all = False, True
+        self._timer.cancel()
+        self._timer = self.loop.call_later(_SENT_SECONDS, self._look)
+        return not self._is_reset()
+
+    def _is_reset(self) -> bool:
+        waiting = select.poll()
+        waiting.register(self.transport.get_extra_info("socket"), 0)
+        return bool(waiting.poll(0))
+
+    def _ask_if_there(self) -> None:
+        """Write what clients pass over by RFC 9110, 15.2.1: the system of one that has hung up resets it."""
+        if self._is_reset():
+            self.transport.abort()
+        elif not self._running.response_started and self._running.scope["http_version"] == "1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         self._goes_on, self._again = False, data

@@ -41,7 +41,13 @@ from mcinfer.engines.base import (
     Strings,
     array_of,
 )
-from mcinfer.errors import BuildError, EngineError, InvalidInputError, PredictError
+from mcinfer.errors import (
+    BuildError,
+    EngineError,
+    InvalidInputError,
+    PredictError,
+    refused_by_runtime,
+)
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
 DEVICES = ("cpu",)
@@ -119,9 +125,10 @@ class FakeEngine(ArrayEngine):
     def _act(self, act: str, error: type[EngineError]) -> None:
         """Do one act.
 
-        ``fail``, ``invalid``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: end or stop the
-        process. ``quit``: call `sys.exit`. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS`` cannot.
-        ``print:TEXT`` writes a line. ``allocate:BYTES`` allocates memory, writes to all of it and frees it.
+        ``fail``, ``invalid``, ``refuse``: raise. ``exit``, ``abort``, ``segfault``, ``kill``, ``stop``: end
+        or stop the process. ``quit``: call `sys.exit`. ``sleep:SECONDS`` can be cancelled, ``hang:SECONDS``
+        cannot. ``print:TEXT`` writes a line. ``allocate:BYTES`` allocates memory, writes to all of it and
+        frees it.
         ``once:PATH:ACT``: create the file and do the act, unless the file exists.
         ``told:PATH``: read acts, one per line, from the named pipe PATH followed by the device's index; the
         run hangs until a test writes them. No pipe, no act.
@@ -132,6 +139,8 @@ class FakeEngine(ArrayEngine):
                 raise error("fake: asked to fail")
             case "invalid":
                 raise InvalidInputError("fake: asked for an invalid input")
+            case "refuse":
+                raise refused_by_runtime("fake: asked to refuse, in /its/file")
             case "exit":
                 os._exit(3)
             case "quit":

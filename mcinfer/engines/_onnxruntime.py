@@ -57,6 +57,7 @@ from mcinfer.errors import (
     McinferError,
     PredictError,
     quotable,
+    refused_by_runtime,
     shortened,
 )
 from mcinfer.extras import requires
@@ -527,7 +528,7 @@ def _map_error(exc: Exception, base: type[EngineError]) -> McinferError:
     if base is PredictError and (
         isinstance(exc, ort_state.InvalidArgument) or _BLAMES_INPUTS.search(text)
     ):
-        return InvalidInputError(text)
+        return refused_by_runtime(text)
     if _LACKS_COLLECTIVE.search(text):
         text += (
             "; the model is one rank's slice, with collectives: run all ranks together, or give the whole "

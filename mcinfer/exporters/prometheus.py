@@ -89,6 +89,9 @@ _HISTOGRAMS = (
     ("run_batch_rows", "Rows of each run of the engine that succeeded.", "batch_sizes"),
 )
 
+_LATENCIES = frozenset(m * 10.0**e for e in range(-4, 3) for m in (1.0, 2.5, 5.0))
+"""Of the bounds of latencies in seconds, those that are exported: each is a time series for each model."""
+
 
 def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[Metric]:
     """All metric families, each with its values from every snapshot.
@@ -142,10 +145,11 @@ def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[M
         histograms = HistogramMetricFamily(f"mcinfer_{name}", text, labels=labels)
         for values, statistics in snapshots:
             counted: Histogram = getattr(statistics, attribute)
+            exported = _LATENCIES if attribute == "latency" else counted.bounds
             # Each bucket also counts all smaller values, the last one all values.
-            bounds = (*map(str, counted.bounds), "+Inf")
-            buckets = [*zip(bounds, accumulate(counted.counts), strict=True)]
-            histograms.add_metric(values, buckets, counted.total)
+            sums = zip(counted.bounds, accumulate(counted.counts), strict=False)
+            buckets = [(str(bound), number) for bound, number in sums if bound in exported]
+            histograms.add_metric(values, [*buckets, ("+Inf", counted.count)], counted.total)
         yield histograms
 
 

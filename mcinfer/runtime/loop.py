@@ -283,6 +283,8 @@ class Loop:
             self._wake_callers()
         if self._readable or inbox or news or self.inbox.finished:
             return
+        if scheduler.table.in_flight:
+            self.supervision.look_soon(now)
         self.inbox.asleep = True
         if inbox or not self._transport.may_sleep():
             self.inbox.asleep = False

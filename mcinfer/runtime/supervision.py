@@ -42,7 +42,7 @@ from mcinfer.scheduler.scheduler import Scheduler
 from mcinfer.scheduler.workers import PoolRules
 from mcinfer.statistics import Health, WorkerStatistics
 
-_LOOK_INTERVAL = 1.0  # seconds between two looks at workers' memory
+_LOOK_INTERVAL = 1.0  # seconds between two looks at workers
 _MAX_NOTES = 100  # different notes that are logged
 
 _LEVELS = {"degraded": logging.WARNING, "failed": logging.ERROR}
@@ -132,7 +132,7 @@ class Supervision:
         started: The first start.
         serving: How many workers take requests.
         at_once: How many runs these execute at once.
-        look_due: When to look at workers' memory, and at the blocks that they have made.
+        look_due: When to look at workers' processes, and at the blocks that they have made.
     """
 
     def __init__(
@@ -346,15 +346,27 @@ class Supervision:
     def note_lent(self, blocks: LentBlocks, now: float) -> None:
         """A worker has lent a block: the end of its last view sends no event."""
         if blocks.size > MOST_BYTES:
-            self.look_due = min(self.look_due, now + _LOOK_INTERVAL)
+            self.look_soon(now)
+
+    def look_soon(self, now: float) -> None:
+        """Something goes on of which no event may tell the end."""
+        self.look_due = min(self.look_due, now + _LOOK_INTERVAL)
 
     def look(self, now: float) -> None:
         """Have workers close blocks that they need not keep, also where they get no more runs.
 
-        And report how much memory each has, where the policy limits it.
+        And report which of those with runs is stopped by a signal, and how much memory each has, where the
+        policy limits it.
         """
         self.look_due = now + _LOOK_INTERVAL if self._limits_growth else math.inf
         for worker, process in [*self._connections.processes.items()]:
+            w = self.scheduler.workers[worker]
+            if w.runs and not w.is_killed:
+                with suppress(OSError):
+                    stopped = any(child.standing() == "T" for child in process.ranks)
+                    self.scheduler.handle_standing(worker, stopped=stopped)
+                if w.is_killed:
+                    self._delivery.log(logging.ERROR, "%s; it is ended", w.last_error)
             if self._limits_growth:
                 with suppress(OSError):
                     self.scheduler.handle_own_memory(now, worker, process.own_bytes())

@@ -21,7 +21,7 @@ The rules:
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Literal
@@ -33,6 +33,7 @@ from mcinfer.errors import (
     PredictError,
     PredictTimeoutError,
     ProtocolError,
+    refused_by_runtime,
 )
 from mcinfer.protocol import (
     Build,
@@ -63,6 +64,12 @@ KILLED_ENDS = 10.0  # seconds that a killed process may take to end
 MAX_ATTEMPTS = 8  # runs of a shard that are answered as cancelled, though they were not
 
 MAX_TRIES = 3  # workers that may die on a shard
+
+_RUN_ERRORS: Mapping[str, Callable[[str], McinferError]] = {
+    "invalid": InvalidInputError,
+    "refused": refused_by_runtime,
+}
+"""By the kind of ERROR; of others it is `PredictError`."""
 
 
 class Scheduler:
@@ -175,6 +182,10 @@ class Scheduler:
         """The worker's process has so many bytes of memory of its own."""
         self.lifecycle.recycle_if_due(self.workers[worker], size)
         self._go_on(now)
+
+    def handle_standing(self, worker: int, *, stopped: bool) -> None:
+        """A look at the worker's process, one each second in which it has runs: is it stopped by a signal?"""
+        self.lifecycle.note_standing(self.workers[worker], stopped=stopped)
 
     def handle_restart(self, now: float) -> None:
         """Replace all workers, one after another; `workers_restarted` follows.
@@ -407,8 +418,8 @@ class Scheduler:
         if again or len(members) > 1:
             self._run_again(run)
         elif (entry := self._give_back(request)) is not None:
-            kind = InvalidInputError if message.kind == "invalid" else PredictError
-            self._fail(entry, kind(f"{w.name}: {message.text}"), now)
+            make = _RUN_ERRORS.get(message.kind, PredictError)
+            self._fail(entry, make(f"{w.name}: {message.text}"), now)
 
     def _run_again(self, run: Run) -> None:
         """Queue the members of an unanswered run again, each by itself and before others."""

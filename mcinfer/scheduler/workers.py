@@ -51,6 +51,7 @@ LONGEST_START = 4 * 3600.0
 """Seconds that a start may take in all, however much progress a worker reports."""
 
 MAX_TEXT = 4000  # characters of a worker's error that are kept
+MAX_STOPPED = 5  # looks in a row, a second apart, that find a worker with runs stopped
 STACKS_SECONDS = 0.2  # between asking a worker that hangs for its stacks, and its end
 
 SHORTEST_PROBE = 0.1
@@ -200,6 +201,7 @@ class Worker:
         end_by: When it must have ended, if it was asked to.
         restart_at: When to start the next one.
         answers: How many shards the process has answered, with a result or an error.
+        stopped: How often in a row it was seen stopped by a signal, with runs; and `answers` then.
         runs: What it has to run, in the order in which runs begin; see `begun`.
         began: When the current run began, or the latest, as far as can be known.
         usual_seconds: How long its runs take.
@@ -224,6 +226,7 @@ class Worker:
     end_by: float = math.inf
     restart_at: float = math.inf
     answers: int = 0
+    stopped: tuple[int, int] = (0, 0)
     runs: deque[Run] = field(default_factory=deque)
     began: float = 0.0
     usual_seconds: float = math.inf
@@ -508,6 +511,14 @@ class Lifecycle:
     def kill(self, w: Worker, reason: str) -> None:
         w.note_kill(reason)
         self._sink.kill_worker(w.index)
+
+    def note_standing(self, w: Worker, *, stopped: bool) -> None:
+        """How a look found its process. One that stays stopped has its runs given to others."""
+        times, answers = w.stopped
+        times = (times if answers == w.answers else 0) + 1 if stopped and w.runs else 0
+        w.stopped = times, w.answers
+        if times == MAX_STOPPED and not w.is_killed:
+            self.kill(w, f"{w.name}: stopped by a signal")
 
     def end_when_idle(self, w: Worker, now: float, seconds: float) -> None:
         """Ask a worker to end after its last answer, within so many seconds."""

@@ -1,6 +1,7 @@
 """What requests say in JSON, and in messages of gRPC in the same form. They may have further fields.
 
-Those below ask for outputs. Others have what a function takes by keyword (`document_of`).
+Those below ask for outputs. Others have what a function takes by keyword (`document_of`). At the end is what
+answers say.
 
 Sources: inference_rest.md of https://github.com/kserve/open-inference-protocol, and docs/protocol of
 https://github.com/triton-inference-server/server for the extensions.
@@ -8,7 +9,7 @@ https://github.com/triton-inference-server/server for the extensions.
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 import orjson
@@ -76,7 +77,8 @@ def document_of(function: Callable[..., object]) -> type[msgspec.Struct] | None:
     """The type of the documents that have what a function takes by keyword alone; None if that is nothing."""
     own = (p for p in signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
     fields = [(p.name, p.annotation, *([] if p.default is p.empty else [p.default])) for p in own]
-    return msgspec.defstruct("Document", fields) if fields else None
+    name = getattr(function, "__name__", "").title().replace("_", "")
+    return msgspec.defstruct(f"{name}Document", fields) if fields else None
 
 
 def read_document(kind: type[_T], given: Any) -> _T:
@@ -96,3 +98,116 @@ def read_json(kind: type[_T], text: bytes) -> _T:
     except orjson.JSONDecodeError as exc:
         raise InvalidInputError(f"the request is no JSON: {exc}") from exc
     return read_document(kind, given)
+
+
+# Answers.
+
+
+class Error(TypedDict):
+    """What is wrong."""
+
+    error: str
+
+
+class Nothing(TypedDict):
+    """It is done."""
+
+
+class Live(TypedDict):
+    """Whether the server runs."""
+
+    live: bool
+
+
+class Ready(TypedDict):
+    """Whether requests should come; `name` is of a model."""
+
+    ready: bool
+    name: NotRequired[str]
+
+
+class ServerMetadata(TypedDict):
+    """The server, and the protocol's extensions that it has."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(TypedDict):
+    """A tensor of a model; -1 is a free size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(TypedDict):
+    """A model, and its versions that are served."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class Times(TypedDict):
+    """How often something happened, and how long it took in all."""
+
+    count: int
+    ns: int
+
+
+class ModelStatistics(TypedDict):
+    """What a version of a model has done; `last_inference` is in milliseconds since 1970."""
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: dict[str, Times]
+
+
+class AllStatistics(TypedDict):
+    """Of one version, or of several."""
+
+    model_stats: list[ModelStatistics]
+
+
+class IndexEntry(TypedDict):
+    """A version that is served, or a model of which there is none, and why."""
+
+    name: str
+    state: str
+    reason: str
+    version: NotRequired[str]
+
+
+class RegionStatus(TypedDict):
+    """A registered part of an object in shared memory."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class Output(TypedDict):
+    """An output; without `data` its bytes come after the JSON, or lie in shared memory."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: NotRequired[list[Any]]
+    parameters: NotRequired[dict[str, int]]
+
+
+class InferAnswer(TypedDict):
+    """The outputs of a model."""
+
+    model_name: str
+    model_version: str
+    outputs: list[Output]
+    id: NotRequired[str]

@@ -35,6 +35,9 @@ from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
 _SECONDS = 1.0
 """Between two times that a process writes its figures."""
 
+ALL_SERVE = "all"
+"""The file in the folder that says that requests should come: all processes serve, and none is to end."""
+
 _TRIES = 4
 """To take a place: for a moment one that looks for figures may have the lock, too."""
 
@@ -110,6 +113,11 @@ class Figures:
         self._write(own)
         others = sorted(self._folder.glob("*.lock"))
         return summed(own if lock.stem == f"{self.place}" else _other(lock) for lock in others)
+
+    @property
+    def all_serve(self) -> bool:
+        """Whether the processes beside this one serve, too, and the supervisor goes on."""
+        return self._folder is None or (self._folder / ALL_SERVE).exists()
 
     @property
     def process(self) -> str:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from inspect import isawaitable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import orjson
 from msgspec.structs import asdict
@@ -26,14 +26,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.serve.documents import (
     MAX_JSON_BYTES,
+    InferAnswer,
     InferDocument,
     InputDocument,
+    Live,
+    Nothing,
+    Ready,
+    RegionStatus,
     TensorParameters,
-    document_of,
     read_json,
 )
 from mcinfer.serve.inference import Inference, checked, status_of
 from mcinfer.serve.models import Instance, RefusedError
+from mcinfer.serve.openapi import Operation, description
 from mcinfer.serve.service import ServeOptions, Service
 from mcinfer.serve.tensors import DATATYPES, TensorHead, bytes_of, from_bytes, json_of, raw_shape
 from mcinfer.specs import STRING
@@ -70,12 +75,17 @@ WHOLE = "whole"
 class Connection:
     """Ends what runs for a client when the client hangs up.
 
+    Args:
+        user: Finds the user of the client, or None.
+
     Attributes:
+        user: As given.
         is_lost: Whether the client has hung up.
         joins: Whether what is written waits for what is written next; `_Infer` has all of an answer at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, user: Callable[[], int | None] = lambda: None) -> None:
+        self.user = user
         self.joins = False
         self.is_lost = False
         self._running: asyncio.Task[Any] | None = None
@@ -462,17 +472,19 @@ def make_app(
         hosts: The names by which browsers may reach it; any if there is none.
     """
 
-    def answers(function: Callable[..., Any]) -> Any:
-        """A handler that gives what a function makes of the address's names, and of the body by keyword."""
-        kind = document_of(function)
+    def answers(operation: Operation) -> Any:
+        """A handler of Starlette's for an operation."""
+        function, kind = operation.function, operation.takes
 
         async def answer(request: Request) -> Response:
             said = {}
+            connection = request.scope.get("state", {}).get(CONNECTION) or Connection()
+            before = (connection.user(),) if operation.by_user else ()
             if kind is not None:
                 headers = dict(request.scope["headers"])
                 body = _Body(request.receive, headers, service.options)
                 said = asdict(read_json(kind, await body.rest(_MAX_PLAIN_BYTES)))
-            content = function(*request.path_params.values(), **said)
+            content = function(*before, *request.path_params.values(), **said)
             if isawaitable(content):
                 content = await content
             if isinstance(content, Response):
@@ -486,11 +498,6 @@ def make_app(
 
     def model_ready(model: str, version: str = "") -> Response:
         return probe("ready", service.model_ready(model, version), name=model)
-
-    async def register(request: Request) -> Response:
-        ends = (request.scope["client"], request.scope["server"])
-        answer = answers(partial(service.regions.register, *ends))
-        return cast("Response", await answer(request))
 
     def refuse_card(*_: str) -> None:
         raise RefusedError(501, "shared memory of CUDA is not taken")
@@ -510,44 +517,58 @@ def make_app(
 
     model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
     system, card = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
-    get: dict[str, Any] = {
-        "/v2/health/live": answers(lambda: probe("live", True)),
-        "/v2/health/ready": answers(lambda: probe("ready", service.ready)),
-        "/v2": answers(service.metadata),
-        "/v2/models/stats": answers(service.statistics),
-        "/v2/logging": answers(lambda: service.log_settings()),
-        **dict.fromkeys(
-            (f"{system}/status", f"{system}/region/{{name}}/status"),
-            answers(service.regions.status),
+    get = {
+        "/v2/health/live": Operation("Does it run?", lambda: probe("live", True), Live),
+        "/v2/health/ready": Operation(
+            "Should requests come?", lambda: probe("ready", service.ready), Ready
         ),
-        **dict.fromkeys(
-            (f"{card}/status", f"{card}/region/{{name}}/status"), answers(lambda *_: [])
+        "/v2": Operation("The server, and its extensions.", service.metadata),
+        "/v2/models/stats": Operation("What all models have done.", service.statistics),
+        "/v2/logging": Operation(
+            "What the log shows.", lambda: service.log_settings(), dict[str, Any]
         ),
-        "/metrics": answers(metrics),
+        "/metrics": Operation("All figures, for Prometheus.", metrics, "text/plain"),
+        "/openapi.json": Operation("This document.", lambda: described, dict[str, Any]),
     }
-    post: dict[str, Any] = {
-        "/v2/repository/index": answers(service.index),
-        "/v2/repository/models/{model}/load": answers(service.load),
-        "/v2/repository/models/{model}/unload": answers(service.unload),
-        f"{system}/region/{{name}}/register": register,
-        f"{card}/region/{{name}}/register": answers(refuse_card),
-        "/v2/logging": answers(service.log_settings),
+    one, repository = f"{system}/region/{{name}}", "/v2/repository/models/{model}"
+    post = {
+        "/v2/repository/index": Operation("All models, or the ready ones.", service.index),
+        f"{repository}/load": Operation("Load a model, or load it anew.", service.load, Nothing),
+        f"{repository}/unload": Operation("Serve a model no more.", service.unload, Nothing),
+        f"{one}/register": Operation(
+            "Name a part of an object in POSIX shared memory, for tensors.",
+            service.regions.register,
+            Nothing,
+            by_user=True,
+        ),
+        f"{card}/region/{{name}}/register": Operation("Refused.", refuse_card, Nothing),
+        "/v2/logging": Operation("Change what the log shows.", service.log_settings),
     }
-    for place in (model, version):
-        get[place] = answers(service.model_metadata)
-        get[f"{place}/ready"] = answers(model_ready)
-        get[f"{place}/config"] = answers(service.model_config)
-        get[f"{place}/stats"] = answers(service.statistics)
-    for place in ("/v2/trace/setting", f"{model}/trace/setting"):
-        get[place] = post[place] = answers(trace)
+    for end in ("status", "region/{name}/status"):
+        get[f"{system}/{end}"] = Operation("Parts that are registered.", service.regions.status)
+        get[f"{card}/{end}"] = Operation("None.", lambda *_: [], list[RegionStatus])
     for end in ("unregister", "region/{name}/unregister"):
-        post[f"{system}/{end}"] = answers(service.regions.unregister)
-        post[f"{card}/{end}"] = answers(lambda *_: None)
+        post[f"{system}/{end}"] = Operation(
+            "Forget one part, or all.", service.regions.unregister, Nothing
+        )
+        post[f"{card}/{end}"] = Operation("Nothing.", lambda *_: None, Nothing)
+    for place in (model, version):
+        get[place] = Operation("A model's tensors and versions.", service.model_metadata)
+        get[f"{place}/ready"] = Operation("Can it answer?", model_ready, Ready)
+        get[f"{place}/config"] = Operation("Triton's ModelConfig.", service.model_config)
+        get[f"{place}/stats"] = Operation("What it has done.", service.statistics)
+    for place in ("/v2/trace/setting", f"{model}/trace/setting"):
+        get[place] = post[place] = Operation("Triton's traces, always off.", trace)
     asked = _Infer(service)  # one for both, as one large JSON is read at a time
     infer = [Route(f"{place}/infer", asked) for place in (model, version)]
-    routes = []
-    for method, handlers in (("GET", get), ("POST", post)):
-        routes += [Route(place, handler, methods=[method]) for place, handler in handlers.items()]
+    operations = {("GET", place): each for place, each in get.items()}
+    operations |= {("POST", place): each for place, each in post.items()}
+    routes = [Route(at, answers(each), methods=[how]) for (how, at), each in operations.items()]
+    operations |= {
+        ("POST", route.path): Operation("The outputs of a model.", asked, InferAnswer)
+        for route in infer
+    }
+    described = description(operations, keys=service.options.key_file is not None)
     caught: Any = dict.fromkeys((McinferError, HTTPException, Exception), failed)
     app = Starlette(routes=[*infer, *routes, *page], exception_handlers=caught)
     return _Gate(app, service, hosts, infer)

@@ -156,13 +156,19 @@ class Inference:
             inputs = self._instance.to_model(inputs)
         rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
         names = [wish.spec.name for wish in self.wishes]
-        answer = await self._instance.master.predict_async(
-            inputs,
-            timeout=self.asked.parameters.timeout / 1e6 or None,
-            priority=-self.asked.parameters.priority or self._instance.usual_priority,
-            outputs=names,
-            shards=1 if rows <= self._instance.joins else None,
-        )
+        try:
+            answer = await self._instance.master.predict_async(
+                inputs,
+                timeout=self.asked.parameters.timeout / 1e6 or None,
+                priority=-self.asked.parameters.priority or self._instance.usual_priority,
+                outputs=names,
+                shards=1 if rows <= self._instance.joins else None,
+            )
+        except InvalidInputError as exc:
+            if not exc.by_runtime:
+                raise
+            given = "; ".join(head.said() for head in self._heads)
+            raise RefusedError(400, str(exc), f"the model refuses {given}: {LOG_SAYS}") from exc
         for name in reshapes.keys() & answer if reshapes else ():
             answer[name] = reshapes[name].to_clients(name, answer[name])
         for wish in self.wishes:

@@ -7,6 +7,7 @@ they have a pool of their own.
 
 from functools import cache
 from importlib.resources import files
+from threading import Lock
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -20,7 +21,12 @@ for _file in descriptor_pb2.FileDescriptorSet.FromString(
     _pool.Add(_file)
 
 
+_making = Lock()
+"""Threads load models, and protobuf in Python alone, without upb, makes classes for one thread at a time."""
+
+
 @cache
 def message(name: str) -> Any:
     """The class of a message."""
-    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+    with _making:
+        return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))

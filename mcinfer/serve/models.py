@@ -28,6 +28,7 @@ from mcinfer.engines.names import DEFAULT_ENGINE, ENGINES, engines_for
 from mcinfer.errors import BuildError, InvalidInputError, McinferError
 from mcinfer.master import Master
 from mcinfer.serve.configuration import Configuration, Reshape, type_name
+from mcinfer.serve.documents import IndexEntry
 from mcinfer.serve.tensors import shape_of
 from mcinfer.specs import TensorSpec
 
@@ -349,7 +350,8 @@ class Models:
             try:
                 model.replace(await self._open(name, model.place, config))
             except (McinferError, OSError, MemoryError) as exc:
-                model.reason = str(exc) if isinstance(exc, InvalidInputError) else LOG_SAYS
+                is_own = isinstance(exc, InvalidInputError) and not exc.by_runtime
+                model.reason = str(exc) if is_own else LOG_SAYS
                 text = f"failed to load '{name}', "
                 raise RefusedError(400, f"{text}{exc}", text + model.reason) from exc
 
@@ -387,14 +389,16 @@ class Models:
         ready = all(instance.ready for _, instance in self.loaded())
         return ready and not any(model.failed for model in self._models.values())
 
-    def index(self) -> list[dict[str, str]]:
+    def index(self) -> list[IndexEntry]:
         """All versions that are served, and the models that are known of which there are none."""
         with suppress(OSError):  # a repository that is not there now
             self._look()
-        entries = []
+        entries: list[IndexEntry] = []
         for name, model in self._models.items():
-            entry = {"name": name, "state": "UNAVAILABLE", "reason": model.reason}
-            ready = [{**entry, "version": v, "state": "READY"} for v in model.instances]
+            entry: IndexEntry = {"name": name, "state": "UNAVAILABLE", "reason": model.reason}
+            ready: list[IndexEntry] = [
+                {**entry, "version": v, "state": "READY"} for v in model.instances
+            ]
             entries += ready or [entry]
         return entries
 

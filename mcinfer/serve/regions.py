@@ -13,16 +13,13 @@ import stat
 import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.serve.documents import Size, TensorParameters
+from mcinfer.serve.documents import RegionStatus, Size, TensorParameters
 from mcinfer.serve.models import RefusedError
+from mcinfer.shm.descriptors import peer_credentials
 
 _MAX_REGIONS = 1024
-End = tuple[str, int | None]
-"""One end of a connection: address and port, or a path and None."""
-
 _FOLDER = "/dev/shm"  # noqa: S108 where shm_open(3) makes its objects
 
 
@@ -88,8 +85,7 @@ class Regions:
 
     def register(
         self,
-        client: End | None,
-        server: End,
+        user: int | None,
         name: str,
         *,
         key: str,
@@ -99,8 +95,7 @@ class Regions:
         """Open an object. It must belong to this process's user, and so must the client that asks for it.
 
         Args:
-            client: The client's end of its connection; None if the system knows it no more.
-            server: This process's end of it; without a port it is a socket that only this user can open.
+            user: Of the client, as `user_of` finds it.
             name: Of the region.
             key: The object's name.
             byte_size: Of the part that is meant.
@@ -113,7 +108,7 @@ class Regions:
         if not self.allowed:
             text = "shared memory of clients is off: start the server with --client-shared-memory"
             raise RefusedError(403, text)
-        if server[1] is not None and (client is None or _user_of(client, server) != os.geteuid()):
+        if user != os.geteuid():
             text = "shared memory is for clients on the server's machine, of the server's user"
             raise RefusedError(403, text)
         own = key.removeprefix("/")
@@ -140,7 +135,7 @@ class Regions:
         for known in [name] if name else [*self._regions]:
             self._regions.pop(known, None)
 
-    def status(self, name: str = "") -> list[dict[str, Any]]:
+    def status(self, name: str = "") -> list[RegionStatus]:
         """The regions, or the one of this name."""
         if name and name not in self._regions:
             raise InvalidInputError(f"Unable to find system shared memory region: '{name}'")
@@ -159,11 +154,19 @@ class Regions:
         return self._regions[name].part(given)
 
 
-def _user_of(client: End, server: End) -> int | None:
-    """The user of a client on this machine, by its connection to this process as proc(5) lists it.
+def user_of(connection: socket.socket) -> int | None:
+    """The user of a client on this machine, None if that cannot be known.
 
-    The client's end alone would not do: another user's can have the same one, with another server.
+    Of a Unix socket's the kernel has kept it (`SO_PEERCRED`). Over TCP it is by the list of connections of
+    proc(5), where the client's end alone would not do: another user's can have the same one, with another
+    server.
     """
+    if connection.family == socket.AF_UNIX:
+        return peer_credentials(connection)[1]
+    try:
+        client, server = connection.getpeername()[:2], connection.getsockname()[:2]
+    except OSError:  # it is gone
+        return None
     table = "tcp6" if ":" in client[0] else "tcp"
     ends = (_listed(*client), _listed(*server))
     for line in Path(f"/proc/net/{table}").read_text("ascii").splitlines():
@@ -173,8 +176,8 @@ def _user_of(client: End, server: End) -> int | None:
     return None
 
 
-def _listed(address: str, port: int | None) -> str:
+def _listed(address: str, port: int) -> str:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     packed = socket.inet_pton(family, address.partition("%")[0])
     words = [packed[i : i + 4][::-1] for i in range(0, len(packed), 4)]  # this machine's numbers
-    return f"{b''.join(words).hex().upper()}:{port or 0:04X}"
+    return f"{b''.join(words).hex().upper()}:{port:04X}"

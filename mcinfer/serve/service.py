@@ -18,6 +18,15 @@ from prometheus_client.registry import Collector
 from mcinfer import __version__
 from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import families
+from mcinfer.serve.documents import (
+    AllStatistics,
+    IndexEntry,
+    ModelMetadata,
+    ModelStatistics,
+    ServerMetadata,
+    TensorMetadata,
+    Times,
+)
 from mcinfer.serve.figures import Figures
 from mcinfer.serve.models import Models, RefusedError
 from mcinfer.serve.regions import Regions
@@ -101,7 +110,7 @@ class Service(Collector):
 
     # What it says of itself.
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> ServerMetadata:
         own = ("system_shared_memory",) if self.regions.allowed else ()
         return {"name": "mcinfer", "version": __version__, "extensions": [*EXTENSIONS, *own]}
 
@@ -109,14 +118,14 @@ class Service(Collector):
     def ready(self) -> bool:
         """Whether load balancers should send requests."""
         ready = self.models.ready or not self.options.strict_readiness
-        return ready and not self.ending.is_set()
+        return ready and not self.ending.is_set() and self.figures.all_serve
 
     def model_ready(self, name: str, version: str = "") -> bool:
         with suppress(RefusedError):
             return self.models.instance(name, version).ready
         return False
 
-    def model_metadata(self, name: str, version: str = "") -> dict[str, Any]:
+    def model_metadata(self, name: str, version: str = "") -> ModelMetadata:
         instance = self.models.instance(name, version)
         return {
             "name": name,
@@ -129,11 +138,11 @@ class Service(Collector):
     def model_config(self, name: str, version: str = "") -> dict[str, Any]:
         return self.models.instance(name, version).config
 
-    def statistics(self, name: str = "", version: str = "") -> dict[str, Any]:
+    def statistics(self, name: str = "", version: str = "") -> AllStatistics:
         """Of one model, in one version or all, or of all models. Times that masters do not count are 0."""
         if name:
             self.models.instance(name, version)  # it is served
-        found = []
+        found: list[ModelStatistics] = []
         for each in self.figures.taken().models:
             if name not in ("", each.name) or version not in ("", each.version):
                 continue
@@ -158,7 +167,7 @@ class Service(Collector):
             )
         return {"model_stats": found}
 
-    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+    def index(self, *, ready: bool = False) -> list[IndexEntry]:
         """All models, or those that are loaded alone."""
         return [e for e in self.models.index() if e["state"] == "READY" or not ready]
 
@@ -236,9 +245,9 @@ def keys_in(file: Path) -> list[str]:
     return keys
 
 
-def _tensor(spec: TensorSpec) -> dict[str, Any]:
+def _tensor(spec: TensorSpec) -> TensorMetadata:
     return {"name": spec.name, "datatype": DATATYPES[spec.element_type], "shape": shape_of(spec)}
 
 
-def _times(number: int = 0, seconds: float = 0.0) -> dict[str, int]:
+def _times(number: int = 0, seconds: float = 0.0) -> Times:
     return {"count": number, "ns": int(seconds * 1e9)}

@@ -51,6 +51,12 @@ class TensorHead:
         if not self.spec.admits(shape) or prod(filter(None, shape)) >= 1 << 58:
             raise self.wrong(f"got shape {[*shape]}, expected {shape_of(self.spec)}")
 
+    def said(self) -> str:
+        """What came, and what was expected, in words."""
+        given = self.given
+        kind, got, expected = given.datatype, [*given.shape], shape_of(self.spec)
+        return f"input '{self.spec.name}': got {kind} {got}, expected {kind} {expected}"
+
     def wrong(self, why: str) -> InvalidInputError:
         return InvalidInputError(f"input {self.spec}: {why}")
 

@@ -334,8 +334,10 @@ class WorkerLoop:
             if run is None:
                 engine.skip(exc)
             kind = "predict"
-            if isinstance(exc, (RunCancelledError, InvalidInputError)):
-                kind = "cancelled" if isinstance(exc, RunCancelledError) else "invalid"
+            if isinstance(exc, RunCancelledError):
+                kind = "cancelled"
+            elif isinstance(exc, InvalidInputError):
+                kind = "refused" if exc.by_runtime else "invalid"
             error = _error(kind, exc, request, shard)
             if engine.broken:
                 error = replace(error, kind="broken", text=engine.broken[:_MAX_TEXT])

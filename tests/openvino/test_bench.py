@@ -16,8 +16,9 @@ def measured(command: str, file: Path, *options: str, engines: str = ENGINES) ->
     arguments = [command, str(encoder()), "--json", str(file), "--engine", engines, *options]
     with Program(COMMAND, *arguments) as program:
         ran = program.wait()
-    assert ran.status == 0, ran.err
-    return json.loads(file.read_text("utf-8"))
+    found = json.loads(file.read_text("utf-8"))
+    assert ran.status == bool(found["disturbed"]), ran.err  # the machine of a test may be busy
+    return found
 
 
 def test_bench_has_each_mode_with_each_engine_and_how_far_its_answers_are(tmp_path: Path) -> None:
@@ -43,4 +44,4 @@ def test_tune_tries_each_engine_and_names_the_one_of_its_recommendation(tmp_path
     assert "openvino" in tried
     for engine, trial in tried.items():
         assert (trial["difference"] is None) == (engine == "onnxruntime")
-    assert found["recommended"]["arguments"]
+    assert found["disturbed"] or found["recommended"]["arguments"]

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from html import unescape
 from pathlib import Path
 
 import psutil
@@ -11,9 +12,10 @@ import pytest
 from mcinfer.bench.inputs import InputOptions
 from mcinfer.bench.load import write_request
 from mcinfer.bench.pools import SplitBatches
-from mcinfer.bench.report import OTHERS, Load, Report, dump, load
-from mcinfer.bench.runner import Benchmark, BenchOptions
+from mcinfer.bench.report import OTHERS, OTHERS_BEFORE, Load, Report, dump, load
+from mcinfer.bench.runner import Benchmark, BenchOptions, watched_machine
 from mcinfer.bench.subject import Subject, WayFailedError
+from mcinfer.bench.texts import BUSY_CORES
 from mcinfer.bench.way import Setup
 from mcinfer.errors import InvalidInputError
 from mcinfer.sharding import Split
@@ -91,11 +93,11 @@ def ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measure(model: Path, *ways: str, **more: object) -> Report:
-    settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, "scaling": False, **more}
+    settings = {"seconds": 0.05, "warmup": 0.0, "repeats": 2, **more}
     plan = BenchOptions(model=model, **{"devices": 2, "ways": ways, "inputs": RANDOM, **settings})  # type: ignore[arg-type]
     steps: list[float] = []
     benchmark = Benchmark(plan, lambda done, _: steps.append(done))
-    report = benchmark.run()
+    report = benchmark.run(watched_machine())
     assert steps == sorted(steps)
     assert benchmark.done == benchmark.steps
     return report
@@ -104,26 +106,25 @@ def measure(model: Path, *ways: str, **more: object) -> Report:
 @pytest.mark.thorough
 def test_ways_and_pools_are_measured_under_each_load(onnx_model: OnnxModel, tmp_path: Path) -> None:
     ways = ("session", "pipe", "concurrent", "inline")
-    settings = {"batches": (2,), "clients": (1,), "rates": (200.0,), "scaling": True, "repeats": 1}
+    settings = {"batches": (2,), "clients": (1,), "rates": (200.0,), "repeats": 1}
     report = measure(onnx_model(AFFINE), *ways, **settings)
     assert [w.error for w in report.ways] == [""] * len(report.ways)
-    assert [w.name for w in report.ways] == [*ways, "pool-1", "pool-2"]
+    assert [w.name for w in report.ways] == [*ways]
     assert report.finished
-    loads = report.loads("baseline", "mcinfer")
+    loads = report.loads
     assert [str(one) for one in loads] == [f"batch 2, {how}" for how in ("1 client", "200/s")]
     for way in report.ways:
         assert len(way.start_seconds) == len(way.memory) == 1
         assert min(way.start_seconds) > 0.01
         assert all(memory.pss >= memory.uss > 10_000_000 for memory in way.memory)
-        mine = report.loads("scaling") if way.role == "scaling" else loads
-        for one in mine:
+        for one in loads:
             measured = report.find(way.name, one)
             assert measured is not None
             assert [turn.failed for turn in measured.turns] == [0]
             assert all(turn.requests > 0 and turn.latencies for turn in measured.turns)
     # The sample has a process for itself, one for each worker, and multiprocessing's own.
     counts = {way.name: way.memory[-1].processes for way in report.ways}
-    assert (counts["session"], counts["concurrent"], counts["pool-1"]) == (1, 3, 2)
+    assert (counts["session"], counts["concurrent"]) == (1, 3)
     assert counts["pipe"] >= 3
     assert isinstance(report.machine[OTHERS], float)
     overheads = {m.way: m.turns[0].overhead for m in report.measurements if m.load == ONE}
@@ -220,7 +221,7 @@ def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: Onn
 
 
 def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: Path) -> None:
-    ways = ("--against", "pipe", "--modes", "concurrent", "--no-scaling")
+    ways = ("--against", "pipe", "--modes", "concurrent")
     options = ("--duration", "60", "--repeat", "1", "--concurrency", "1", *ways)
     with Program(COMMAND, "bench", onnx_model(AFFINE), *options) as program:
         process = psutil.Process(program.pid)
@@ -230,3 +231,35 @@ def test_killed_benchmark_leaves_no_process(onnx_model: OnnxModel, runtime_dir: 
         os.kill(program.pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, started)), timeout=20)
     assert [*runtime_dir.iterdir()] == []
+
+
+BUSY = "while True: pass"
+
+
+def test_busy_machine_has_no_verdict_and_the_exit_status_says_so(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    """Another program uses a core, as in /proc/stat; the same in the terminal, the file and the page."""
+    model, files = (
+        onnx_model(AFFINE),
+        ("--json", tmp_path / "x.json", "--html", tmp_path / "x.html"),
+    )
+    short = ("--duration", "0.1", "--repeat", "2", "--concurrency", "1", "--warmup", "0")
+    ways = ("--against", "session", "--modes", "inline", *short)
+    with Program(BUSY), Program(COMMAND, "bench", model, *ways, *files) as program:
+        done = program.wait()
+    made = load(tmp_path / "x.json")
+    assert done.status == 1
+    assert float(made.machine[OTHERS]) > BUSY_CORES
+    assert float(made.machine[OTHERS_BEFORE]) > BUSY_CORES
+    first, *_, last = done.err.splitlines()
+    assert first.startswith("mcinfer: there will be no verdict. The machine was busy: ")
+    assert last == f"mcinfer: {made.verdict}"
+    assert made.verdict.startswith("No verdict. The machine was busy: other programs used ")
+    assert done.out.splitlines()[-1] == made.verdict
+    page = unescape((tmp_path / "x.html").read_text(encoding="utf-8"))
+    assert f"<h1>{made.verdict}</h1>" in page
+    for text in (done.out, page):
+        assert "Use mcinfer" not in text
+        assert "import mcinfer" not in text
+    assert {m.way for m in made.measurements} == {"session", "inline"}  # the figures are there

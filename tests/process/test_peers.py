@@ -32,7 +32,7 @@ rng = np.random.default_rng(0)
 requests = [rng.standard_normal((1 + i % 5, columns), np.float32) for i in range(12)]
 expected = [session.run(["y"], {"x": x})[0] for x in requests]
 setup = Setup(
-    model=model, cores=2, devices=("cpu:0", "cpu:1"), threads=1, max_batch_size=1, max_delay=0.0,
+    model=model, cores=2, devices=("cpu:0", "cpu:1"), threads=1, max_batch_size=1,
     split=Split(inputs={"x": 0}, outputs={"y": 0}, known="declared"),
 )
 way = way_class(kind)(setup)

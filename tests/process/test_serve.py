@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -26,7 +27,7 @@ from mcinfer.serve.messages import message
 from tests.command_line import COMMAND
 from tests.process.models import FakeModel, OnnxModel, write_fake_model
 from tests.process.scripts import Program
-from tests.process.waiting import is_alive, wait_until
+from tests.process.waiting import all_gone, is_alive, wait_until
 from tests.serve.servers import Server, request_of
 
 PATIENCE = 40.0
@@ -192,6 +193,16 @@ def test_body_over_the_limit_is_refused_packed_or_not(server: Server) -> None:
     assert server.ask(INFER, head.encode(), length).status == 413
     bomb = gzip.compress(b" " * (1 << 26))
     assert server.ask(INFER, bomb, {"Content-Encoding": "gzip"}).status == 413
+
+
+def test_answer_has_no_text_of_a_runtime_that_refuses_the_inputs(fake_model: FakeModel) -> None:
+    model = fake_model(when={"-1": "refuse"})
+    with Server(model, "--name", "model", "--engine", "fake", "--devices", 1) as server:
+        answer = server.infer(np.full((1, 4), -1, np.float32))
+        said = "input 'x': got FP32 [1, 4], expected FP32 [-1, 4]"
+        assert answer.status == 400
+        assert answer.error == f"the model refuses {said}: the server's log says why"
+        wait_until(lambda: "/its/file" in server.text(), PATIENCE)
 
 
 def test_page_of_another_site_may_not_ask(server: Server) -> None:
@@ -422,6 +433,25 @@ def test_client_that_hangs_up_after_several_requests_ends_the_one_that_runs(
         assert "Traceback" not in server.text()
 
 
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("place", ["port", "socket"])
+def test_client_that_has_ended_its_side_gets_its_answers_however_long_they_take(
+    fake_model: FakeModel, version: bytes, place: str, tmp_path: Path
+) -> None:
+    """As that of ``printf … | nc -N``."""
+    model = fake_model(when={"-1": "sleep:2"})
+    options = ["--name", "model", "--engine", "fake", "--devices", 1]
+    options += ["--uds", tmp_path / "s"] if place == "socket" else []
+    with Server(model, *options) as server, server.connection() as opened:
+        opened.connect() if place == "port" else None
+        asked = lines_of(np.full((1, 4), -1, np.float32)).replace(b"HTTP/1.1", b"HTTP/" + version)
+        opened.sock.sendall(asked if version == b"1.0" else 2 * asked)
+        opened.sock.shutdown(socket.SHUT_WR)
+        answers = b"".join(iter(lambda: opened.sock.recv(1 << 16), b""))
+        assert answers.count(b" 200 OK") == (1 if version == b"1.0" else 2)
+        assert (b" 100 Continue\r\n\r\n" in answers) == (version == b"1.1")
+
+
 def test_requests_that_are_sent_at_once_are_answered_in_turn(server: Server) -> None:
     asked = b""
     for first in range(5):
@@ -481,11 +511,12 @@ def test_rows_of_one_client_do_not_decide_how_those_of_others_are_joined(
             assert not any(threads.map(differs, range(2, 66)))
 
 
+@pytest.mark.parametrize("how", ["--devices", "--processes"])
 def test_sigterm_answers_what_was_accepted_and_what_comes_while_probes_are_told(
-    fake_model: FakeModel,
+    how: str, fake_model: FakeModel
 ) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:1"})
-    options = ("--name", "model", "--engine", "fake", "--devices", 2, "--drain-delay", 2)
+    options = ("--name", "model", "--engine", "fake", how, 2, "--drain-delay", 3)
     with Server(model, *options) as server:
         workers = server.workers()
         with server.connection() as idle, ThreadPoolExecutor(4) as pool:
@@ -602,6 +633,34 @@ def test_request_that_the_end_leaves_no_time_for_is_status_503(fake_model: FakeM
         assert "Traceback" not in server.text()
 
 
+def test_worker_that_is_stopped_under_load_costs_no_request(fake_model: FakeModel) -> None:
+    """What it has goes to the other one, long before the time-out of 60 s."""
+    options = ("--name", "model", "--engine", "fake", "--devices", 2)
+    with Server(fake_model(), *options) as server, ThreadPoolExecutor(4) as pool:
+        stopped, *_ = server.workers()
+        ending, longest = threading.Event(), 0.0
+
+        def ask() -> set[int]:
+            nonlocal longest
+            statuses = set()
+            while not ending.is_set():
+                begin = time.monotonic()
+                statuses.add(server.infer(X).status)
+                longest = max(longest, time.monotonic() - begin)
+            return statuses
+
+        asking = [pool.submit(ask) for _ in range(4)]
+        try:
+            wait_until(lambda: server.figure("mcinfer_worker_runs_total", worker="0") > 10)
+            os.kill(stopped, signal.SIGSTOP)
+            wait_until(lambda: all_gone([stopped]), PATIENCE)
+        finally:
+            ending.set()
+        assert {status for each in asking for status in each.result(PATIENCE)} == {200}
+        assert 1 < longest < 40
+        assert "stopped by a signal" in server.text()
+
+
 def test_second_ctrl_c_drops_what_the_first_would_wait_for(fake_model: FakeModel) -> None:
     model = fake_model(when={f"{SLOW:g}": "sleep:600"})
     options = ("--name", "model", "--engine", "fake", "--devices", 1, "--access-log")
@@ -692,7 +751,8 @@ def test_keys_of_a_file_of_any_editor_are_shown_in_their_own_letters(
         ((__file__, "--model-control-mode", "poll"), 2, "poll: expected --repository FOLDER"),
         ((__file__, "--exit-on-error=no"), 2, "got 'no', expected true or false"),
         ((__file__, "--processes", "2", "--grpc-port", "0"), 2, "--grpc-port: gRPC's own threads"),
-        ((__file__, "--processes", "2", "--client-shared-memory"), 2, "know a region"),
+        ((__file__, "--processes", "2", "--client-shared-memory-tcp"), 2, "know a region"),
+        ((__file__, "--client-shared-memory"), 2, "--client-shared-memory-tcp"),
         ((__file__, "--processes", "2", "--devices", "2"), 2, "each has inline sessions"),
         ((__file__, "--reuse-port", "--uds", "x"), 2, "--reuse-port: got a Unix socket"),
         ((__file__, "--api-key-file", "/dev/null"), 1, "/dev/null is no regular file"),

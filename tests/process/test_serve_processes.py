@@ -3,10 +3,11 @@
 import os
 import shutil
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from http.client import HTTPException
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from mcinfer.runtime.transport import runtime_folder
 from tests.command_line import COMMAND
 from tests.process.models import FakeModel
 from tests.process.scripts import Program
-from tests.process.waiting import all_gone, wait_until
+from tests.process.waiting import HeldPipe, all_gone, wait_until
 from tests.serve.servers import Server
 
 PATIENCE = 60.0
@@ -92,6 +93,38 @@ def test_process_that_is_killed_is_replaced_and_no_sum_falls(fake_model: FakeMod
         assert server.figure("mcinfer_worker_restarts_total") == 1
         assert f"process {killed} has ended: SIGKILL" in server.text()
         assert server.end() == 143
+
+
+def test_no_process_is_ready_before_all_that_were_asked_for_serve(
+    fake_model: FakeModel, tmp_path: Path
+) -> None:
+    model = fake_model(build=f"told:{tmp_path / 'pipe'}")
+    place = tmp_path / "s"
+
+    def status(path: str) -> int:
+        connection = HTTPConnection("localhost", timeout=PATIENCE)
+        with closing(connection):
+            connection.sock = socket.socket(socket.AF_UNIX)
+            try:
+                connection.sock.connect(str(place))
+                connection.request("GET", path)
+                return connection.getresponse().status
+            except OSError:
+                return 0
+
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        starting = pool.submit(Server, model, *TWO, "--uds", place)
+        first = stack.enter_context(closing(HeldPipe(tmp_path / "pipe0")))
+        first.wait()
+        second = stack.enter_context(closing(HeldPipe(tmp_path / "pipe0")))
+        first.tell("")
+        second.wait()
+        wait_until(lambda: status("/v2/health/live") == 200, PATIENCE)
+        assert (status("/v2/health/ready"), status("/v2/models/model/ready")) == (503, 200)
+        second.tell("")
+        with starting.result(PATIENCE) as server:
+            assert status("/v2/health/ready") == 200
+            assert server.end() == 143
 
 
 def test_sigterm_answers_what_all_processes_have_accepted(fake_model: FakeModel) -> None:

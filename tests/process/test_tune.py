@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from mcinfer.bench.report import Load
-from mcinfer.bench.tune import Aim, Call, Candidate, Found, program
+from mcinfer.bench.tune import Aim, Call, Candidate, Found, Trial, program
+from tests.bench_reports import turn
 from tests.command_line import COMMAND
 from tests.process.models import AFFINE, OnnxModel
 from tests.process.scripts import Program
@@ -29,7 +30,7 @@ setup = Setup(model={model!r}, cores=2, devices=("cpu:0",), threads={threads}, s
 way = way_class({way!r})(setup)
 for one in (session, way.session):
     print(type(one).__module__, one.get_session_options().intra_op_num_threads, one.get_providers())
-print(len(answers), answers[0][0].shape)
+print(answer[0].shape, inputs["x"].std() > 0)
 """
 
 
@@ -44,27 +45,45 @@ def test_printed_programs_open_the_sessions_that_were_measured(onnx_model: OnnxM
     text = ""
     for call, threads, _ in calls:
         candidate = Candidate(workers=1, threads=threads, call=call)
-        found = Found(aim=aim, cores=2, default=candidate, batch_axes={}, output_axes={})
+        best = Trial(group=1, candidate=candidate, turns=[turn(20.0)])
+        found = Found(aim=aim, cores=2, batch_axes={}, output_axes={})
         found.arrays = {"x": ("float32", (3, 4))}
         check = AS_MEASURED.format(way=candidate.way, threads=threads, model=model)
-        text += program(model, candidate, found) + check
+        text += program(model, best, found) + check
     with Program(text) as printed:
         ran = printed.wait()
     assert ran.status == 0, ran.err
     lines = iter(ran.out.splitlines())
-    for (_, threads, kind), *said in zip(calls, *[lines] * 3, strict=True):
-        opened, measured, answers = said
+    for (_, threads, kind), *said in zip(calls, *[lines] * 4, strict=True):
+        rate, opened, measured, answers = said
+        assert re.fullmatch(r"[\d.]+ requests a second", rate)
         assert opened == measured
         assert opened.startswith(kind)
         assert f" {threads} [" in opened
-        assert answers == "4 (3, 4)"
+        assert answers == "(3, 4) True"
+
+
+@pytest.mark.parametrize(("call", "joined"), [("submit", 4), ("predict", 1)])
+def test_printed_programs_of_pools_answer_requests(
+    call: Call, joined: int, onnx_model: OnnxModel
+) -> None:
+    model, aim = str(onnx_model(AFFINE)), Aim(goal="throughput", load=Load(batch=3, clients=4))
+    pool = Candidate(workers=2, threads=None, call=call, max_batch_size=joined)
+    found = Found(aim=aim, cores=2, batch_axes={}, output_axes={})
+    found.arrays = {"x": ("float32", (3, 4))}
+    text = program(model, Trial(group=1, candidate=pool, turns=[turn(20.0)]), found)
+    check = "\n    assert (answer['y'] == 2 * inputs['x'] + 1).all()\n    print(answer['y'].shape)"
+    with Program(text + check) as printed:
+        ran = printed.wait()
+    assert ran.status == 0, ran.err
+    assert re.fullmatch(r"[\d.]+ requests a second\n\(3, 4\)\n", ran.out)
 
 
 @pytest.mark.thorough
 def test_interrupted_search_shows_its_results(onnx_model: OnnxModel, tmp_path: Path) -> None:
     report = tmp_path / "found.json"
     report.write_text("of the last time")
-    way = rb"round 1 of \d+: ((?:\d+ worker|a plain)[^\x1b\r\n]*)"
+    way = rb"group 1: ((?:\d+ worker|a plain|an inline)[^\x1b\r\n]*)"
     env = {"TERM": "xterm", "COLUMNS": "200"}
     words = ("tune", onnx_model(AFFINE), "--concurrency", 2, "--budget", 20, "--json", report)
     with program_on_terminal(*words, text=ON_ONE_CORE, env=env) as (searching, got):
@@ -74,14 +93,37 @@ def test_interrupted_search_shows_its_results(onnx_model: OnnxModel, tmp_path: P
         searching.interrupt()
         done = searching.wait()
     assert done.status == 130
-    assert re.search(r"round 1, interrupted: \d ways? ", done.out)
-    assert "import numpy" not in done.out  # ways without all their turns are not recommended
+    assert "group 1 (p50 and p99 in " in done.out
+    assert "import numpy" not in done.out
     assert report.read_text() == "of the last time"
     partial = json.loads((tmp_path / "found.partial.json").read_bytes())
     assert (partial["finished"], partial["recommended"]) == (False, None)
     assert partial["trials"][0]["turns"]
-    assert "The search was interrupted: these are the results so far." in done.out
+    assert "No verdict. " in done.out
+    assert "It was interrupted: these are the results so far." in done.out
     assert b"--json: what is known so far is in " in got
     assert got.endswith(b"mcinfer: interrupted\r\n")
     assert children
     wait_until(lambda: all_gone(children))
+
+
+def test_short_search_of_a_busy_machine_measures_sessions_and_has_no_verdict(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
+    """Another program uses a core, as in /proc/stat."""
+    words = ("tune", onnx_model(AFFINE), "--budget", "1", "--json", tmp_path / "x.json")
+    with Program("while True: pass"), Program(COMMAND, *words) as searching:
+        done = searching.wait()
+    found = json.loads((tmp_path / "x.json").read_bytes())
+    assert done.status == 1
+    assert done.err.splitlines()[0].startswith(
+        "mcinfer: there will be no verdict. The machine was "
+    )
+    assert done.err.splitlines()[-1] == f"mcinfer: {found['verdict']}"
+    assert found["verdict"].startswith("No verdict. The machine was busy: other programs used ")
+    assert found["verdict"] in done.out.splitlines()
+    assert "import numpy" not in done.out
+    assert (found["recommended"], found["finished"]) == (None, True)
+    assert {t["candidate"]["call"] for t in found["trials"][:3]} == {"session", "threads", "inline"}
+    assert found["left_out"] > 0
+    assert found["needed_seconds"] > 1

@@ -64,7 +64,7 @@ def server(folders: Path) -> Iterator[Server]:
     """A server of the models of `models.write`, for tests that leave it as it was."""
     (folders / "models").mkdir()
     files = models.write(folders / "models")
-    with Server(*files, "--devices", 2, "--client-shared-memory") as running:
+    with Server(*files, "--devices", 2, "--client-shared-memory-tcp") as running:
         yield running
 
 

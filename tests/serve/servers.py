@@ -75,9 +75,8 @@ class Server:
     ) -> None:
         """Start it, and return once it serves; its process runs the program `before` first."""
         ports = [] if {"--uds", "--port"} & {*arguments} else ["--port", "0"]
-        if "--processes" not in arguments:
-            ports += ["--grpc-port", "0"]
-            ports += [] if "--drain-delay" in arguments else ["--drain-delay", "0"]
+        ports += [] if "--processes" in arguments else ["--grpc-port", "0"]
+        ports += [] if "--drain-delay" in arguments else ["--drain-delay", "0"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 closed by __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"{before}\n{COMMAND}", "serve", *ports]

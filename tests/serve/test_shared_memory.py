@@ -304,6 +304,37 @@ def test_other_user_at_the_port_of_one_of_the_server_s_user_is_refused(
     assert client.own.get_system_shared_memory_status() == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
+def test_unix_socket_lets_its_own_user_register_alone_even_where_others_can_open_it(
+    serve: Serve, folders: Path, tmp_path: Path
+) -> None:
+    place = folders / "regions"
+    served = serve(
+        models.write(tmp_path)[0], "--devices", "inline", "--uds", place, "--client-shared-memory"
+    )
+    own = models.SHARED_MEMORY / f"{models.OBJECTS}own"
+    own.write_bytes(bytes(100))
+    folders.chmod(0o711)
+    place.chmod(0o666)
+
+    def registered(user: int) -> int:
+        os.seteuid(user)
+        try:
+            with served.connection() as connection:
+                os.seteuid(0)
+                asked = json.dumps({"key": f"/{own.name}", "byte_size": 100})
+                connection.request("POST", "/v2/systemsharedmemory/region/own/register", asked)
+                return connection.getresponse().status
+        finally:
+            os.seteuid(0)
+
+    try:
+        assert (registered(65534), registered(0)) == (403, 200)
+    finally:
+        own.unlink()
+        folders.chmod(0o700)
+
+
 def test_client_that_is_gone_when_it_is_accepted_registers_nothing(
     server: Server, client: Client
 ) -> None:

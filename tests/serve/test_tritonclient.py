@@ -187,6 +187,29 @@ def test_string_that_is_not_utf_8_is_refused_by_its_name(client: Client) -> None
     assert "UTF-8" in said[0]
 
 
+GATHER = (
+    """(float[n, 2] table, int64[m] index) => (float[m, 2] row) { row = Gather(table, index) }"""
+)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_values_that_the_runtime_refuses_are_answered_in_words_of_the_server_s(
+    serve: Serve, tmp_path: Path, protocol: Protocol
+) -> None:
+    """The runtime's own text, which may name files, is in the log alone."""
+    path = tmp_path / "gather.onnx"
+    onnx.save(text_model(GATHER), path)
+    served = serve(path, "--devices", "inline")
+    table, index = np.zeros((3, 2), np.float32), np.array([9])
+    with Client(protocol, served) as client, client.refused(400) as said:
+        client.infer("gather", {"table": table, "index": index})
+    assert said == [
+        "the model refuses input 'table': got FP32 [3, 2], expected FP32 [-1, 2]; "
+        "input 'index': got INT64 [1], expected INT64 [-1]: the server's log says why"
+    ]
+    wait_until(lambda: "indices element out of data bounds" in served.text())
+
+
 @pytest.mark.parametrize("answer", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("question", [None, "gzip", "deflate"])
 def test_bodies_may_be_compressed_both_ways(

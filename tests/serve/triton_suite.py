@@ -262,7 +262,7 @@ def build(folder: Path, models: Mapping[str, onnx.ModelProto]) -> Path:
 def _server(models: Mapping[str, onnx.ModelProto], *arguments: object) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="mcinfer-models-") as made:
         place, env = build(Path(made) / "models", models), {"MCINFER_CACHE": f"{made}/cache"}
-        options = ["--devices", "inline", "--client-shared-memory", *arguments]
+        options = ["--devices", "inline", "--client-shared-memory-tcp", *arguments]
         with Server("--repository", place, *options, env=env) as running:
             for name in [name for name in models if name.endswith("_queue")]:
                 rows = {"shape": [16, 2], "data": [*range(32)]}
