@@ -50,7 +50,7 @@ from mcinfer.config import MAX_CONCURRENT_RUNS, CoreShare, EngineOptions
 from mcinfer.errors import InvalidInputError, ProtocolError, shortened
 from mcinfer.specs import ELEMENT_TYPES, STRING, Dimension
 
-VERSION = 13  # raised with each change that an older peer would misread; HELLO carries it
+VERSION = 14  # raised with each change that an older peer would misread; HELLO carries it
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest message. Tensors lie in shared memory, so only strings make a message large."""
