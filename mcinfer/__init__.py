@@ -110,3 +110,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the modul
 
 def __dir__() -> list[str]:
     return sorted(["__version__", *__all__])
+
+
+if getattr(sys, "frozen", False):
+    import_module("mcinfer.process").run_as_frozen_child()

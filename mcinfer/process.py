@@ -128,24 +128,65 @@ def _absolute(entries: Iterable[str]) -> list[str]:
     return found
 
 
+# A frozen program (PyInstaller sets `sys.frozen`) has no Python: its `sys.executable` runs the program again,
+# whatever follows. So its children are the program once more, until its `import mcinfer`.
+_FROZEN_CHILD = "--mcinfer-child"
+_FROZEN_MARK = "MCINFER_CHILD"
+"""Set for a child of a frozen program: one that lost its arguments must not be the program once more."""
+
+STRAY = 64
+"""Exit status of a child of a frozen program that cannot be one: EX_USAGE of sysexits.h."""
+
+STRAY_REASON = (
+    "a frozen program has to import mcinfer first thing, in its main thread, and its executable has to hand "
+    "its arguments on (docs/troubleshooting.md)"
+)
+
+
+def _is_frozen() -> bool:
+    return bool(getattr(sys, "frozen", False))
+
+
 def command(how: str, what: str, *arguments: str) -> list[str]:
     """The command of a child, with `environment`: ``"-m"`` and a module, or ``"-c"`` and a program.
 
     Raises:
-        FileNotFoundError: `sys.executable` names nothing, or a frozen program (`sys.frozen`, of PyInstaller),
-            which would run once more, whatever follows.
+        FileNotFoundError: `sys.executable` names nothing.
     """
-    if not sys.executable or getattr(sys, "frozen", False):
+    if not sys.executable:
+        got = repr(sys.executable)
         raise FileNotFoundError(
-            f"sys.executable: got {sys.executable!r}, expected the path of a Python interpreter, which a "
-            "frozen program lacks: use devices='inline' there"
+            f"sys.executable: got {got}, expected the path of a Python interpreter"
         )
-    return [sys.executable, "-P", how, what, *arguments]
+    return [sys.executable, _FROZEN_CHILD if _is_frozen() else "-P", how, what, *arguments]
 
 
 def environment() -> dict[str, str]:
     """This process's variables, and what the child needs to find this package."""
-    return {**_QUIET, **os.environ, "PYTHONPATH": _PACKAGE_PARENT}
+    mark = {_FROZEN_MARK: "1"} if _is_frozen() else {}
+    return {**_QUIET, **os.environ, **mark, "PYTHONPATH": _PACKAGE_PARENT}
+
+
+def run_as_frozen_child() -> None:
+    """If this process is a child of a frozen program, do what `command` says, and exit: `import mcinfer`."""
+    if os.environ.pop(_FROZEN_MARK, None) is None:
+        return
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if sys.argv[1:2] != [_FROZEN_CHILD] or not in_main_thread:
+        with suppress(OSError):
+            os.write(2, f"mcinfer: {STRAY_REASON}\n".encode())
+        os._exit(STRAY)  # no exception, which the program may catch
+    import runpy
+
+    how, what, *arguments = sys.argv[2:]
+    sys.argv[:] = [what, *arguments]
+    # What is under way is an import of the package, for which an import in another thread would wait.
+    del sys.modules["mcinfer"]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(what, {"__name__": "__main__"})  # noqa: S102 as `python -c`
+    end(0)
 
 
 # Identity: pids are reused, so a pid and a start time identify a process.

@@ -22,7 +22,7 @@ from time import monotonic
 
 from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
-from mcinfer.process import becomes_readable
+from mcinfer.process import STRAY, STRAY_REASON, becomes_readable
 from mcinfer.protocol import (
     MAX_NOTES,
     Build,
@@ -305,6 +305,8 @@ class Supervision:
         how, statuses = self._connections.reap(index)
         if not process.peers and self._limits.worker_memory_bytes is not None:
             how += f" (it may have {self._limits.worker_memory_bytes} bytes of memory of its own)"
+        if STRAY in statuses:
+            how += f" ({STRAY_REASON})"
         if statuses == {-signal.SIGKILL} and oom_kills() > self._oom_kills.get(index, 0):
             how += (
                 "; the out-of-memory killer ended a process of this container (control group) meanwhile, "
