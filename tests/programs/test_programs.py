@@ -1,4 +1,4 @@
-"""Real programs below ``python -m mcinfer ort`` print what they print alone: inline, and with workers.
+"""Real programs below ``python -m mcinfer ort`` answer as they do alone: inline, and with workers.
 
 `make test-programs` runs them, by the file programs.ini beside this one, in an environment that has them.
 """
@@ -31,8 +31,6 @@ SPLIT = ("rapidocr", "magika", "open-nsfw", "silero batch")
 SHARED = ("open-nsfw",)
 """Those whose models are large enough to be prepared for inline sessions."""
 
-COMMANDS = [name for name, program in PROGRAMS.items() if program.command is not None]
-
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,39 +52,17 @@ def leftovers(tmp_path: Path) -> list[psutil.Process]:
     return found
 
 
-def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str | None = None) -> str:
+def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str) -> str:
     done = subprocess.run(
         [sys.executable, *launch, *arguments],
-        input=stdin or "",
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=250,
         env={**os.environ},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout or done.stderr
-
-
-@WAYS
-@pytest.mark.parametrize("name", COMMANDS)
-def test_command_prints_the_same_and_leaves_no_process(
-    name: str, launch: Sequence[str], tolerance: float, tmp_path: Path
-) -> None:
-    command = PROGRAMS[name].command
-    assert command is not None
-    arguments = command(tmp_path)
-    plain = printed(PLAIN, arguments)
-    assert PROGRAMS[name].finding in plain
-    ours = printed(launch, arguments)
-    far = difference(plain, ours)
-    assert far is not None, f"{plain}\n{ours}"
-    assert far <= tolerance
-    _, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
-    assert not alive
-
-
-def answers(output: str) -> list[str]:
-    return said(output, "answer")
+    return done.stdout
 
 
 def said(output: str, what: str) -> list[Any]:
@@ -103,13 +79,15 @@ def test_work_that_is_repeated_in_an_open_program_has_the_same_answer(
     arguments = [str(Path(__file__).with_name("program_cases.py")), name, str(tmp_path)]
     plain = printed(PLAIN, arguments, "\n")
     ours = printed(launch, arguments, "\n\n\n")
-    wanted, *others = answers(plain) + answers(ours)
+    wanted, *others = said(plain, "answer") + said(ours, "answer")
     assert PROGRAMS[name].finding in wanted
     assert len(others) == 3
     for answer in others:
         far = difference(wanted, answer)
         assert far is not None, f"{wanted}\n{answer}"
         assert far <= tolerance
+    _, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
+    assert not alive
     assert said(plain, "served") == said(plain, "shared") == [[]]
     (served,), (shared,) = said(ours, "served"), said(ours, "shared")
     if launch == INLINE:
