@@ -226,6 +226,55 @@ def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
     run_ranks(2, rank)
 
 
+BRANCHES = """
+    early = Mul(x, two)  sum = AllReduce(x)
+    least = ReduceMin<keepdims=0>(sum)  positive = Greater(least, zero)
+    y = If(positive) <
+        then_branch = t () => (float[2] p) { p = Add(early, sum) },
+        else_branch = e () => (float[2] q) { q = Sub(early, sum) }>"""
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "expected"),
+    [
+        # A collective's result, a constant; and collectives of an input and of constants.
+        (
+            """=> (float[?] total, float[?] gathered, float[?] negative, float[?] constant) {
+                constant = Neg(two)  total = AllReduce(x)  gathered = AllGather<group_size=2, axis=0>(two)
+                negative = AllReduce(constant)
+            }""",
+            [3, 4],
+            [[6, 8], [2, 2], [-4], [-2]],
+        ),
+        # A subgraph reads values of an earlier phase.
+        (f"=> (float[2] y) {{ {BRANCHES} }}", [1, 2], [[4, 8]]),
+        (f"=> (float[2] y) {{ {BRANCHES} }}", [-1, 2], [[0, 0]]),
+        # The package onnx does not know the operator, and its result is declared with another shape.
+        (
+            """=> (float[2,2] y) <float[400,2] part, float[400,2] sum> {
+                part = com.microsoft.Inverse(x)  sum = AllReduce(part)  y = Add(part, sum)
+            }""",
+            [[2, 0], [0, 4]],
+            [[[1.5, 0], [0, 0.75]]],
+        ),
+    ],
+)
+def test_values_that_cross_segments_are_those_of_the_graph(
+    tmp_path: Path, text: str, x: Any, expected: list[Any]
+) -> None:
+    given = {"x": np.array(x, np.float32)}
+    weights = {"two": np.array([2], np.float32), "zero": np.float32(0)}
+    used = {name: array for name, array in weights.items() if name in text}
+    path = save(tmp_path / "model0.onnx", f"(float{[*given['x'].shape]} x) {text}", used)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        run = Bound(opened(stack, group, path), given, {})
+        for _ in range(3):
+            assert [array.tolist() for array in run(given).values()] == expected
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16])
 def test_other_element_types_are_exchanged(tmp_path: Path, dtype: int) -> None:
     """Types that NumPy lacks come from ml_dtypes."""
