@@ -17,7 +17,7 @@ import pytest
 from mcinfer.cards.cuda import Card
 from mcinfer.cards.tensors import CardMemory, open_memory, place_of
 from mcinfer.config import Device
-from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
+from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError
 from mcinfer.protocol import TensorRef
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import HostPlace, Inbox, Planner
@@ -287,21 +287,6 @@ def test_producer_lets_go_in_the_delivery_thread(make: Make) -> None:
     assert (held, after) == (before + 1, before)
 
 
-def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Make) -> None:
-    pool = make()
-    card = pool.place(Device("cuda", 0))
-    own = pool.empty("cuda:0", 4)
-    foreign = pool.cupy.empty((4, 3), np.float32)
-    with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
-        own.set(X)
-        foreign.set(X + 1)
-        requests = [pool.request(own, W), pool.request(foreign, W)]
-        with pytest.raises(TimeoutError):
-            card.card.synchronize(0.0)  # behind the caller's stream
-    for request, expected in zip(requests, (2 * X, 2 * X + 2), strict=True):
-        np.testing.assert_array_equal(pool.answer(request)["y"], expected)
-
-
 def test_results_memory_is_written_again_only_after_the_default_stream_has_read_it(
     make: Make,
 ) -> None:
@@ -316,14 +301,6 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
             card.synchronize(0.0)
     pool.answer(request)
     np.testing.assert_array_equal(copy.get(), 2 * X)
-
-
-def test_memory_limit_of_a_card_is_reached_and_names_it(make: Make) -> None:
-    pool = make(limit=2 * MIB)
-    held = pool.empty("cuda:0", 3 * MIB // 24)
-    with pytest.raises(QueueFullError, match=r"bytes of memory of cuda:0 wanted"):
-        pool.request(np.zeros((MIB // 12, 3), np.float32), W, on="cuda:0")
-    assert held.shape == (3 * MIB // 24, 3)
 
 
 def test_results_are_copied_out_where_callers_hold_much_of_the_limit(make: Make) -> None:
