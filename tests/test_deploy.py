@@ -1,6 +1,5 @@
 """The files of deploy/ agree with each other, with the page on Kubernetes, and with `mcinfer serve`."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from mcinfer.cli.app import make_app
 from tests.dockerfiles import ROOT, command_of, copies, values
+from tests.process.scripts import blocks
 
 pytestmark = pytest.mark.thorough
 
@@ -19,8 +19,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text("utf-8")
 [COMPOSE] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"].values()
 DEPLOYMENT, SERVICE = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8"))
 POD = DEPLOYMENT["spec"]["template"]["spec"]
-KUBERNETES_PAGE = (ROOT / "docs" / "howto" / "kubernetes.md").read_text("utf-8")
-[INFERENCE_SERVICE] = re.findall(r"^```yaml\n(.*?)^```$", KUBERNETES_PAGE, re.M | re.S)
+[INFERENCE_SERVICE] = blocks(ROOT / "docs" / "howto" / "kubernetes.md", "yaml")
 KSERVE = yaml.safe_load(INFERENCE_SERVICE)["spec"]["predictor"]
 CONTAINERS = [POD["containers"][0], KSERVE["containers"][0]]
 

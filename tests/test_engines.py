@@ -207,9 +207,6 @@ def test_model_whose_names_fill_a_message_is_refused(tmp_path: Path) -> None:
         )
 
 
-# The fake engine.
-
-
 # Cancelling.
 
 

@@ -1,7 +1,6 @@
 """Tests of mcinfer/extras.py."""
 
 import importlib
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from mcinfer.errors import MissingDependencyError
 from mcinfer.extras import install, requires, version_of
+from tests.process.scripts import run_python
 
 REQUIRES = [
     "numpy>=2",
@@ -72,13 +72,7 @@ def test_program_without_metadata_is_told_of_the_extra(tmp_path: Path) -> None:
     package = Path(__file__).parent.parent / "mcinfer"
     (tmp_path / "mcinfer").symlink_to(package)
     code = "import sys; sys.path.insert(0, sys.argv[1]); import mcinfer.extras as e; print(e.install('cli'))"
-    run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
+    run = run_python("-I", "-S", "-c", code, tmp_path)
     assert run.stdout == "install the packages of the extra 'cli' in mcinfer's setup.cfg\n"
 
 

@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,11 +39,10 @@ from mcinfer.specs import numpy_dtype
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, rows
 from tests.openvino.conftest import SaveModel
+from tests.process.scripts import run_python
 from tests.process.waiting import wait_until
 
 Array = NDArray[Any]
-
-ROOT = Path(__file__).parents[2]
 
 NEGATED = "(float[n, 3] x) => (float[n, 3] y) { y = Neg(x) }"
 PRODUCT = "(float[n, 3] x) => (float[n, 2] y) { y = MatMul(x, w) }"
@@ -802,9 +799,5 @@ assert threading.active_count() == 1, threading.enumerate()
 assert not os.listdir(os.environ["HOME"]), os.listdir(os.environ["HOME"])
 openvino.convert_model
 """
-    subprocess.run(
-        [sys.executable, "-c", program],
-        env={"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=60,
-    )
+    done = run_python("-c", program, env={"HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr

@@ -28,7 +28,14 @@ from mcinfer.bench.report import dump
 from mcinfer.examples import encoder
 from tests import bench_reports
 from tests.dockerfiles import command_of, lay_out
-from tests.process.scripts import ROOT, Program, run_documented
+from tests.process.scripts import (
+    ROOT,
+    Program,
+    blocks,
+    run_documented,
+    run_example,
+    run_python,
+)
 from tests.process.waiting import all_gone
 from tests.text_models import text_model
 
@@ -38,11 +45,6 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "ort.md", *sorted(HOWTO.glob("*.md"
 
 # A program prints something else if an earlier one has learned how its model splits.
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    text = page.read_text("utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def program(page: Path) -> str:
@@ -154,11 +156,8 @@ def test_pytest_shows_of_a_refused_input_the_callers_lines_and_no_source_of_mcin
             ask()
     """
     (tmp_path / "test_refused.py").write_text(textwrap.dedent(text), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_refused.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, text=True, timeout=50, capture_output=True
-    )
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_refused.py")
+    done = run_python(*command, cwd=tmp_path, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     places = [
         (tmp_path / place).resolve()
         for place in re.findall(r"^(\S+\.py):\d+: ", done.stdout, re.MULTILINE)
@@ -224,14 +223,8 @@ def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
     packages = lay_out(text, image, {"app.py": program(page)})
     interpreter, *arguments = command_of(text, "CMD")
     assert interpreter == "python"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=image / "app",
-        env={**os.environ, "PYTHONPATH": str(packages)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    env = {"PYTHONPATH": str(packages)}
+    done = run_python("-W", "error", *arguments, cwd=image / "app", env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
@@ -385,16 +378,11 @@ def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
     page = ROOT / "docs" / "tutorial.md"
     inspected, shown = blocks(page, "text")
     session, workers, service = blocks(page, "python")
-    build = ROOT / "examples" / "sd_dual_core" / "build_unet.py"
-    command = [sys.executable, str(build), "--size", "tiny", "--output", "unet.onnx"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
-    inspect = [sys.executable, "-m", "mcinfer", "inspect", "unet.onnx"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        inspect, cwd=tmp_path, env=env, check=True, timeout=50, capture_output=True
-    )
+    build = ("sd_dual_core/build_unet.py", "--size", "tiny", "--output", "unet.onnx")
+    run_example(*build, cwd=tmp_path)
+    done = run_python("-m", "mcinfer", "inspect", "unet.onnx", cwd=tmp_path)
     in_tiny = inspected.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
-    assert done.stdout.decode().startswith(in_tiny)
+    assert done.stdout.startswith(in_tiny)
     tiny = session.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
     assert run_documented(tiny, tmp_path).startswith("one session: ")
     assert run_documented(workers, tmp_path).partition("\n")[2] == shown

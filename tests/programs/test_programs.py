@@ -4,9 +4,6 @@
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.process.scripts import run_python
+from tests.process.waiting import marked
 from tests.programs.program_cases import PROGRAMS, difference
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN: Sequence[str] = ()
 INLINE = ("-m", "mcinfer", "ort")
 WORKERS = (*INLINE, "--devices", "2")
@@ -35,32 +33,13 @@ SHARED = ("open-nsfw",)
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")
-    # By this, `leftovers` knows what these programs started.
+    # By this, the test knows what these programs started.
     monkeypatch.setenv("MCINFER_TEST_PROGRAM", str(tmp_path))
 
 
-def leftovers(tmp_path: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MCINFER_TEST_PROGRAM") == str(tmp_path):
-                found.append(process)
-        except (psutil.AccessDenied, psutil.NoSuchProcess):
-            continue
-    return found
-
-
 def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *launch, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ},
-    )
+    done = run_python(*launch, *arguments, stdin=stdin, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -86,7 +65,7 @@ def test_work_that_is_repeated_in_an_open_program_has_the_same_answer(
         far = difference(wanted, answer)
         assert far is not None, f"{wanted}\n{answer}"
         assert far <= tolerance
-    _, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
+    _, alive = psutil.wait_procs(marked("MCINFER_TEST_PROGRAM", str(tmp_path)), timeout=30)
     assert not alive
     assert said(plain, "served") == said(plain, "shared") == [[]]
     (served,), (shared,) = said(ours, "served"), said(ours, "shared")
