@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ from mcinfer.ranks.slicing.search import ChoiceSearch, Costs
 from mcinfer.ranks.slicing.slicer import write_slices
 from mcinfer.ranks.slicing.tensor import slice_tensor, slices_of
 from tests.lockstep import check_ranks, models_of, operators, run_slices, run_whole
+from tests.process.scripts import run_example
 from tests.text_models import text_model
-
-BUILD_UNET = Path(__file__).parents[1] / "examples" / "sd_dual_core" / "build_unet.py"
 
 Array = NDArray[Any]
 Shape = Sequence[int | str]
@@ -295,15 +292,6 @@ def test_weight_that_is_small_beside_its_activations_is_whole() -> None:
     assert report.whole[0].reason == "cutting it would cost more than it saves"
 
 
-def test_weight_that_is_an_overridable_input_is_cut() -> None:
-    net = Net("batch", 64)
-    model = net.model(net.op("MatMul", "x", net.weight(64, 64)))
-    model.graph.input.append(helper.make_tensor_value_info("weight_0", TensorProto.FLOAT, [64, 64]))
-    slices = slice_tensor(model, 2)
-    assert [x.name for x in slices.model.graph.input] == ["x"]
-    assert slices.report.sharded
-
-
 # Encoders.
 
 
@@ -474,7 +462,7 @@ def test_decoder_with_rotated_positions_and_shared_keys(ranks: int) -> None:
 @pytest.mark.thorough
 def test_unet_of_the_example(tmp_path: Path) -> None:
     path = tmp_path / "unet.onnx"
-    subprocess.run([sys.executable, BUILD_UNET, "--output", path, "--size", "tiny"], check=True)
+    run_example("sd_dual_core/build_unet.py", "--output", str(path), "--size", "tiny")
     model = onnx.load(path)
     report = check_ranks(model, 4, batch=2)
     assert report.rank_bytes <= report.weight_bytes * 0.35

@@ -156,15 +156,6 @@ def test_model_in_memory_is_cut(mlp: Path) -> None:
 # Failing runs.
 
 
-def test_inputs_that_do_not_fit_fail_alone(shared: Groups, mlp: Path) -> None:
-    master = shared(2, 1)
-    before = pids(master)
-    with pytest.raises(InvalidInputError):
-        master.predict({"x": rows(2, 31)})
-    assert_close(master.predict({"x": rows(2)}), expected(mlp, {"x": rows(2)}))
-    assert pids(master) == before
-
-
 @CUTS
 def test_run_that_fails_in_a_rank_fails_alone(
     shared: Groups, lookup: Path, tensor: int, pipeline: int
