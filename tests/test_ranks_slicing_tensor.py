@@ -303,10 +303,9 @@ def encoder(
     packed: str = "",
     shapes: str = "constants",
     decomposed: bool = False,
-    opset: int = 17,
 ) -> ModelProto:
     """BERT's layers; `packed` says how one weight for queries, keys and values is taken apart."""
-    net = Net("batch", "tokens", width, opset=opset)
+    net = Net("batch", "tokens", width)
     mask = net.input("mask", "batch", 1, 1, "tokens")
     size = width // heads
     x = "x"
