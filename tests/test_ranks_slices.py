@@ -35,7 +35,6 @@ from tests.engine_tensors import buffer, content
 from tests.sliced_models import (
     FRAGILE_PLACES,
     Sliced,
-    attention,
     fragile,
     mlp,
     place,
@@ -173,20 +172,8 @@ def dist(operation: str, reduce_op: str = "", **numbers: Any) -> str:
     return f"DistCollective<{', '.join(values + [f'{k}={n}' for k, n in numbers.items()])}>"
 
 
-def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
-    """Outputs have a place, none, or one of another shape."""
-    model = attention(tmp_path, 2)
-    inputs = [{"x": normal(1, 2, length, 16)} for length in (7, 3, 5, 5)]
-    shapes: list[dict[str, Sequence[int]]] = [
-        {"y": (2, 7, 16), "queries": (2, 7, 16)},
-        {"y": (2, 3, 16), "queries": (2, 3, 16)},
-        {},
-        {"y": (1, 5, 16)},
-    ]
-    assert_whole(model, inputs, run_all(model, inputs, shapes))
-
-
 def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
+    """Six in one phase. Outputs have a place, none, or one of another shape."""
     kinds = {
         "total": dist("all_reduce", "sum"),
         "most": dist("ALL_REDUCE", "MAX"),
@@ -209,7 +196,8 @@ def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
         engine = opened(stack, group, slices[group.rank])
         for rows in (4, 2, 4):
             x = normal(rows, rows, 3)
-            run = Bound(engine, {"x": x}, {"second": (rows, 3), "joined": (2 * rows, 3)})
+            places = {"second": (rows, 3), "joined": (2 * rows, 3), "mean": (rows + 1, 3)}
+            run = Bound(engine, {"x": x}, places)
             shares = np.split(3 * x, 2)
             for _ in range(3):
                 for name, expected in {

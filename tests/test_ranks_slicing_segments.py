@@ -14,7 +14,7 @@ from mcinfer.errors import BuildError
 from mcinfer.ranks.slicing.plans import Exchange, RankPlan, Segment
 from mcinfer.ranks.slicing.segments import cut_segments, write_segments
 from mcinfer.specs import ModelSpec
-from tests.sliced_models import attention, mlp, place, save
+from tests.sliced_models import mlp, place, save
 from tests.text_models import text_model
 
 
@@ -38,7 +38,10 @@ def test_each_collective_ends_a_phase(tmp_path: Path) -> None:
 
 
 def test_collectives_that_are_ready_in_one_phase_follow_one_segment(tmp_path: Path) -> None:
-    plan = cut_segments(attention(tmp_path, 2).slices[0], tmp_path)
+    text = """(float[2] x) => (float[2] y) {
+        a = Neg(x)  b = Abs(x)  sum = AllReduce(a)  total = AllReduce(b)  y = Add(sum, total)
+    }"""
+    plan = cut_segments(save(tmp_path / "model0.onnx", text), tmp_path)
     assert kinds(plan) == ["Segment", "Exchange", "Exchange", "Segment"]
 
 
