@@ -105,3 +105,24 @@ def test_extra_adds_the_command_and_several_modules_the_one_that_lacks() -> None
         importlib.import_module("wanted_b")
     text = "it needs two (No module named 'wanted_b'): pip install 'onnx>="
     assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "command"),
+    [
+        ("exporters.prometheus", "prometheus_client.core", "pip install 'prometheus"),
+        ("exporters.opentelemetry", "opentelemetry", "pip install 'opentelemetry"),
+        ("ray", "ray", "pip install 'ray"),
+        ("diffusers", "diffusers", "pip install '?diffusers"),
+        ("diffusers", "torch", "pip install '?diffusers"),
+        ("ort", "onnxruntime", "pip install 'onnxruntime>="),
+        ("ranks.collectives.mpi", "mpi4py", "need the package mpi4py: pip install 'mpi4py>="),
+    ],
+)
+def test_module_without_its_package_says_what_to_install(
+    module: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"mcinfer.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    with pytest.raises(MissingDependencyError, match=command):
+        importlib.import_module(f"mcinfer.{module}")

@@ -25,7 +25,7 @@ from mcinfer.ort.__main__ import main
 from mcinfer.ort.face import face
 from mcinfer.ort.session import PlainSession
 from mcinfer.specs import ELEMENT_TYPES, ModelDescription, TensorSpec, numpy_dtype
-from tests.process.scripts import printed, run_python
+from tests.process.scripts import printed
 
 IN_ONNXRUNTIME = [name for name in ELEMENT_TYPES if not name.startswith("complex")]
 CPU, CUDA, AZURE = "CPUExecutionProvider", "CUDAExecutionProvider", "AzureExecutionProvider"
@@ -596,13 +596,6 @@ def test_argument_that_does_not_fit_is_refused_before_a_worker_starts(
 ) -> None:
     with pytest.raises(error):
         ort.InferenceSession(**{"path_or_bytes": b"", "devices": 1, **given})
-
-
-def test_without_the_runtime_the_error_says_what_to_install() -> None:
-    code = "import sys; sys.modules['onnxruntime'] = None; import mcinfer.ort"
-    run = run_python("-c", code)
-    assert run.returncode == 1
-    assert "pip install 'onnxruntime>=" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from mcinfer.errors import (
     ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
-    MissingDependencyError,
     ProtocolError,
     RankDiedError,
 )
@@ -507,14 +505,6 @@ def test_peer_that_is_no_rank_or_ends_early_is_an_error(
 def test_arguments_of_join_are_checked(arguments: tuple[str, int, int, str], expected: str) -> None:
     with pytest.raises(InvalidInputError, match=expected):
         join(*arguments)
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "mcinfer.ranks.collectives.mpi", raising=False)
-    expected = r"need the package mpi4py: pip install 'mpi4py>="
-    with pytest.raises(MissingDependencyError, match=expected):
-        join("a", 0, 1, "mpi")
 
 
 # Memory.

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def run_ranks(size: int, rank: Callable[[Group, ExitStack], _T]) -> list[_T]:
 class Bound:
     """A run with arrays of its own for inputs and outputs."""
 
-    def __init__(self, engine: Engine, inputs: Arrays, shapes: dict[str, Sequence[int]]) -> None:
+    def __init__(self, engine: Engine, inputs: Arrays, shapes: Mapping[str, Sequence[int]]) -> None:
         specs = {spec.name: spec for spec in engine.spec.outputs}
         self.inputs = {name: array.copy() for name, array in inputs.items()}
         self.outputs = {
@@ -196,8 +196,8 @@ def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
         engine = opened(stack, group, slices[group.rank])
         for rows in (4, 2, 4):
             x = normal(rows, rows, 3)
-            places = {"second": (rows, 3), "joined": (2 * rows, 3), "mean": (rows + 1, 3)}
-            run = Bound(engine, {"x": x}, places)
+            shapes = {"second": [rows, 3], "joined": [2 * rows, 3], "mean": [rows + 1, 3]}
+            run = Bound(engine, {"x": x}, shapes)
             shares = np.split(3 * x, 2)
             for _ in range(3):
                 for name, expected in {
