@@ -1,7 +1,6 @@
 """The files of deploy/ agree with each other, with the page on Kubernetes, and with `mcinfer serve`."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import typer.main
 import yaml
 
 from mcinfer.cli.app import make_app
-from tests.dockerfiles import ROOT, command_of, copies, values
+from tests.dockerfiles import ROOT, command_of, values
 from tests.process.scripts import blocks
 
 pytestmark = pytest.mark.thorough
@@ -52,11 +51,7 @@ def probes(container: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield asked["path"], names.get(asked["port"], asked["port"])
 
 
-def test_dockerfile_copies_what_the_repository_has_and_the_context_keeps() -> None:
-    ignored = (ROOT / ".dockerignore").read_text("utf-8").split()
-    for name, _ in copies(DOCKERFILE):
-        assert (ROOT / name).exists()
-        assert not any(Path(name).match(pattern) for pattern in ignored)
+def test_source_has_the_files_of_deploy_and_the_context_is_the_repository() -> None:
     manifest = (ROOT / "MANIFEST.in").read_text("utf-8").splitlines()
     assert "graft deploy" in manifest
     assert ".dockerignore" in manifest[0].split()

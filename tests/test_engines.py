@@ -28,7 +28,6 @@ from mcinfer.engines.base import (
     ArrayEngine,
     Buffer,
     Engine,
-    EngineRequest,
     Produced,
     RunCancelledError,
     Strings,
@@ -67,17 +66,13 @@ def type_name(element_type: str) -> str:
     return str(TensorProto.DataType.Name(ELEMENT_TYPES[element_type].onnx)).lower()
 
 
-def request(model: str, device: str = "cpu:0", **options: Any) -> EngineRequest:
-    return engine_request(model, device, **options)
-
-
 def open_ort(model: str, device: str = "cpu:0", **options: Any) -> Engine:
-    return open_engine("onnxruntime", request(model, device, **options))
+    return open_engine("onnxruntime", engine_request(model, device, **options))
 
 
 def open_fake(path: Path, **model: Any) -> Engine:
     path.write_text(json.dumps(model))
-    return open_engine("fake", request(str(path)))
+    return open_engine("fake", engine_request(str(path)))
 
 
 # What every engine promises: a model of y = 2 x + 1 and n, whose shape is known only to the engine.
@@ -192,7 +187,7 @@ def test_engine_or_device_that_there_is_not_is_a_build_error(
     affine_model: str, engine: str, device: str, text: str
 ) -> None:
     with pytest.raises(BuildError, match=f"^{text}"):
-        open_engine(engine, request(affine_model, device))
+        open_engine(engine, engine_request(affine_model, device))
 
 
 def test_model_whose_names_fill_a_message_is_refused(tmp_path: Path) -> None:
@@ -282,7 +277,7 @@ def test_card_executes_one_run_at_a_time(affine_model: str) -> None:
 def test_runs_at_once_share_the_threads_of_their_worker(
     affine_model: str, given: dict[str, Any], threads: int
 ) -> None:
-    wanted = request(affine_model, threads=None, **given)
+    wanted = engine_request(affine_model, threads=None, **given)
     wanted = replace(wanted, share=CoreShare(cores=(0, 1, 2, 3)))
     engine: Any = open_engine("onnxruntime", wanted)
     assert engine.session.get_session_options().intra_op_num_threads == threads
@@ -679,7 +674,7 @@ def test_precision_is_refused_by_engines_that_cannot_change_it(affine_model: str
     for name in ("onnxruntime", "fake"):
         words = f"^precision: got 'bf16', but the engine {name} computes in the model's own types"
         with pytest.raises(BuildError, match=words):
-            open_engine(name, request(affine_model, precision="bf16"))
+            open_engine(name, engine_request(affine_model, precision="bf16"))
 
 
 @pytest.mark.parametrize(
@@ -697,4 +692,4 @@ def test_without_the_runtime_the_error_says_what_to_install(
     monkeypatch.delitem(sys.modules, f"mcinfer.engines._{engine}", raising=False)
     monkeypatch.setitem(sys.modules, engine, None)
     with pytest.raises(MissingDependencyError, match=f"^engine {engine} needs .*{command}"):
-        open_engine(engine, request("model"))
+        open_engine(engine, engine_request("model"))

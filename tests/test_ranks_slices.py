@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from mcinfer.engines.adapters import open_engine
-from mcinfer.engines.base import BoundRun, Engine, EngineRequest, Strings
+from mcinfer.engines.base import BoundRun, Engine, Strings
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -82,10 +82,6 @@ class Bound:
         return {name: array.copy() for name, array in self.outputs.items()} | produced
 
 
-def request(model: Path, **options: Any) -> EngineRequest:
-    return engine_request(model, **options)
-
-
 def opened(
     stack: ExitStack,
     group: Group,
@@ -97,7 +93,7 @@ def opened(
 ) -> RankEngine:
     """This rank's engine, closed with the stack."""
     engine = RankEngine(
-        request(model, **options), group, folder, deliver_everywhere=deliver_everywhere
+        engine_request(model, **options), group, folder, deliver_everywhere=deliver_everywhere
     )
     stack.callback(engine.close)
     return engine
@@ -661,7 +657,7 @@ def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
 def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
     def rank(group: Group, _stack: ExitStack) -> None:
         with pytest.raises(BuildError, match="engine fake runs no slices"):
-            open_slice("fake", request(tmp_path / "m.json"), group)
+            open_slice("fake", engine_request(tmp_path / "m.json"), group)
 
     run_ranks(1, rank)
 
@@ -673,7 +669,7 @@ def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, operat
     path = save(tmp_path / "model0.onnx", f"(float[4] x) => (float[4] y) {{ y = {operator}(x) }}")
     name = operator.partition("<")[0]
     with pytest.raises(BuildError, match=f"{name}.*the model is one rank's slice"):
-        open_engine("onnxruntime", request(path))
+        open_engine("onnxruntime", engine_request(path))
 
 
 def test_prepared_segments_give_the_same(tmp_path: Path) -> None:
@@ -683,7 +679,7 @@ def test_prepared_segments_give_the_same(tmp_path: Path) -> None:
         folder.mkdir()
         (tmp_path / f"{path.stem} cut").mkdir()
         cut_segments(path, tmp_path / f"{path.stem} cut")
-        prepare(request(path), tmp_path / f"{path.stem} cut", folder)
+        prepare(engine_request(path), tmp_path / f"{path.stem} cut", folder)
         path.with_suffix(".data").unlink()  # the folder has all weights
 
     def rank(group: Group, stack: ExitStack) -> Arrays:
