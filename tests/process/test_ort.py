@@ -383,7 +383,10 @@ def test_binding_that_does_not_fit_is_refused(session: Any, plain: Any) -> None:
     binding = bound(session)
     with pytest.raises(RuntimeError, match="other"):
         binding.bind_cpu_input("other", np.zeros((1, 3), np.float32))
-    binding.bind_output("sum")
+    small = ort.OrtValue.ortvalue_from_numpy(np.zeros((2, 3), np.float32))
+    binding.bind_ortvalue_output("sum", small)
+    with pytest.raises(RuntimeError, match="shape verification failed for output 'sum'"):
+        session.run_with_iobinding(binding)
     binding.clear_binding_inputs()
     with pytest.raises(RuntimeError, match="missing"):
         session.run_with_iobinding(binding)
