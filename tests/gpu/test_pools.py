@@ -4,6 +4,7 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mcinfer import Master
@@ -42,10 +43,11 @@ def test_run_comes_after_what_the_callers_stream_writes(
         pytest.skip("one card")
     with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
         arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device=device)
+        foreign = cupy.empty(IMAGES.shape, np.float32)
         with busy(stream):
             arrays["image"].set(IMAGES)
             futures = [pool.submit(arrays, outputs_on=device)]
-            foreign = cupy.asarray(IMAGES)  # is copied on the card
+            foreign.set(IMAGES)  # which is copied on the card
             futures.append(pool.submit({"image": foreign}, outputs_on=device))
             wait_until(lambda: any(worker.state == "busy" for worker in pool.statistics().workers))
             assert not any(future.done() for future in futures)
