@@ -570,6 +570,8 @@ class InlinePool(Doors):
         # Ctrl-C may come after each of these steps, of which the others are done then by `cancel`.
         if entry.ending is None:
             self.table.close(entry, ending, now)
+        if error is not None:
+            error.refusal = None  # the request was accepted
         if not job.settled:
             job.settle(error, cancelled=ending == "cancelled")
         self._jobs.pop(entry.number, None)
@@ -732,6 +734,7 @@ class InlinePool(Doors):
                 memory_bytes=0,
                 memory_used_bytes=0,
                 weights_version=weights_version,
+                refused={**self.refused},
                 health=self.health(),
                 workers=(worker,),
                 join_gain=self._joining.gain,

@@ -505,8 +505,14 @@ class Master:
             ClosedError: The master is not started, or closed.
         """
         axes = (batch_axes, output_axes)
-        call = self._call(inputs, timeout, axes, shards, priority, outputs, outputs_on, "predict")
-        return self._answer(call)
+        try:
+            call = self._call(
+                inputs, timeout, axes, shards, priority, outputs, outputs_on, "predict"
+            )
+            return self._answer(call)
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
 
     def _predict_cancellable(
         self,
@@ -516,9 +522,13 @@ class Master:
         offer: Callable[[Callable[[], object]], object],
     ) -> Arrays:
         """`predict`, for `mcinfer.ort`, which `CancelledError` ends; `offer` is that of a `Call`."""
-        call = self._call(inputs, None, _NO_AXES, None, 0, outputs, outputs_on)
-        call.offer = offer
-        return self._answer(call)
+        try:
+            call = self._call(inputs, None, _NO_AXES, None, 0, outputs, outputs_on)
+            call.offer = offer
+            return self._answer(call)
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
 
     def submit(
         self,
@@ -548,13 +558,17 @@ class Master:
             McinferError: InvalidInputError, QueueFullError, MissingDependencyError or ClosedError as
                 `predict`, before the request is queued.
         """
-        call = self._call(
-            inputs, timeout, (batch_axes, output_axes), 1, priority, outputs, outputs_on
-        )
+        call: Call | None = None
         try:
+            axes = (batch_axes, output_axes)
+            call = self._call(inputs, timeout, axes, 1, priority, outputs, outputs_on)
             return self._learner.submit(call)
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
         finally:
-            call.weights = NO_WEIGHTS
+            if call is not None:
+                call.weights = NO_WEIGHTS
 
     def map(
         self,
@@ -606,12 +620,12 @@ class Master:
         The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
         shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
-        call = self._call(
-            inputs, timeout, (batch_axes, output_axes), shards, priority, outputs, outputs_on
-        )
-        call.keeps = True
+        call: Call | None = None
         future: OutcomeFuture[Arrays] | None = None
         try:
+            axes = (batch_axes, output_axes)
+            call = self._call(inputs, timeout, axes, shards, priority, outputs, outputs_on)
+            call.keeps = True
             if not call.split_state.splits and self._learner.may_look(call):
                 return await self._answer_in_thread(call, partial(self._answer, call))
             try:
@@ -628,14 +642,18 @@ class Master:
                 )
             return await future.answer()
         except PredictError as exc:
-            if not call.may_be_rescued:
+            if call is None or not call.may_be_rescued:
                 raise
             answer = await self._answer_in_thread(call, partial(self._learner.rescue, call, exc))
             if answer is None:
                 raise
             return answer
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
         finally:
-            call.weights = NO_WEIGHTS
+            if call is not None:
+                call.weights = NO_WEIGHTS
             future = None  # as in `predict`
 
     async def _answer_in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:

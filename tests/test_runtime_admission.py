@@ -151,7 +151,7 @@ def test_memory_that_users_hold_wakes_the_loop_twice_a_minute_at_most(pool: Pool
 def test_callers_that_are_refused_at_once_delay_nothing_for_one_that_waits() -> None:
     dropped: list[int] = []
     arena = Arena(64 * MIB, dropped=dropped.append)
-    admission = Admission(cast("Any", None), arena, IdleFrames())
+    admission = Admission(cast("Any", None), arena, IdleFrames(), lambda _: None)
     admission.places.requests[0] = cast("Any", None)  # whose end is to free memory
     held = arena.allocate_all([64 * MIB])
     line = admission.memory[None]

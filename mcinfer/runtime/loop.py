@@ -99,7 +99,9 @@ class Loop:
         self.frames = IdleFrames()
         scheduler = self._scheduler = Scheduler(builds, self, self.supervision, rules)
         self.supervision.scheduler = scheduler
-        self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
+        self.admission = self.inbox.admission = Admission(
+            scheduler, self.arena, self.frames, self.inbox.note_refusal
+        )
         self.inbox.table = scheduler.table
         self.model: ModelInMemory | None = None
         self._trace = trace
@@ -383,6 +385,7 @@ class Loop:
             memory_bytes=self.arena.size + sum(blocks.size for blocks in lent),
             memory_used_bytes=max(0, self.arena.used - idle) + sum(blocks.used for blocks in lent),
             weights_version=weights_version,
+            refused={**self.inbox.refused},
             health=self.supervision.take_health(),
             workers=self.supervision.take_statistics(),
             cards=tuple(place.statistics() for place in self.inbox.places.values()),
@@ -498,6 +501,8 @@ class Loop:
         request = self.admission.places.requests[entry.number]
         future = request.future
         request.copies = request.copies or self.arena.crowded
+        if error is not None:
+            error.refusal = None  # the request was accepted
         request.set_ending(error, cancelled=entry.ending == "cancelled")
         self._settled.append(request)
         if not self._scheduler.table.in_flight:  # no other answer is to come
