@@ -48,7 +48,7 @@ class McinferError(Exception):
 
     refusal: Refusal | None = None
 
-    def refusing(self, reason: Refusal) -> Self:
+    def refusing(self, reason: Refusal | None) -> Self:
         """This error, with another reason than that of its class."""
         self.refusal = reason
         return self

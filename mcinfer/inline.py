@@ -45,8 +45,9 @@ from mcinfer.errors import (
     WorkerDiedError,
     is_refusal,
 )
+from mcinfer.logs import PoolLog
 from mcinfer.machine import check_tasks
-from mcinfer.private import ModelInMemory, model_name
+from mcinfer.private import ModelInMemory
 from mcinfer.process import check_threads
 from mcinfer.protocol import BuildFinish
 from mcinfer.requests.direct import InlineAnswers, Job
@@ -62,8 +63,6 @@ from mcinfer.specs import ModelSpec
 from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
 
 __tracebackhide__ = is_refusal
-
-_log = logging.getLogger("mcinfer.master")
 
 _QUICK = 0.0001
 """Seconds of a run that an event loop makes by itself: to hand it to a thread takes as long."""
@@ -91,6 +90,7 @@ class InlinePool(Doors):
         options: Of the engine.
         plan: How many runs there are at once, at most, and how many threads one has.
         rules: What the user wants of the pool.
+        log: Has the records about the pool.
         trace: The trace hook.
 
     Attributes:
@@ -108,6 +108,7 @@ class InlinePool(Doors):
         options: EngineOptions,
         plan: PoolPlan,
         rules: PoolRules,
+        log: PoolLog,
         trace: "ref[TraceHook] | None",
     ) -> None:
         super().__init__(rules.limits)
@@ -118,12 +119,12 @@ class InlinePool(Doors):
         self._rules = rules
         self._most_lanes = plan.threads
         self._trace = trace
-        self._name = model_name(model)
+        self._log = log
         self._lock: Any = threading.RLock()
         self._work = threading.Condition(self._lock)  # for the threads
         self._keeper = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)  # a run, or the pool
-        self._delivery = Delivery(f"{self._name} on {INLINE}")
+        self._delivery = Delivery(log)
         self._delivers = False
         self._own: set[int] = set()  # the threads of the pool that make callbacks
         self._calls: deque[Callable[[], object]] = deque()
@@ -197,7 +198,7 @@ class InlinePool(Doors):
         request = replace(self._request, content=readable_content(self._request))
 
         def report(state: Mapping[str, Any]) -> None:
-            self._show(preparing(self._name, state["written"], state["seconds"]))
+            self._show(preparing(self._log.label, state["written"], state["seconds"]))
 
         engine = open_engine(self._engine_name, request, report)
         try:
@@ -207,7 +208,7 @@ class InlinePool(Doors):
             raise
         self._show("")
         for note in facts["notes"]:
-            _log.warning("%s on %s: %s", self._name, INLINE, note)
+            self._log.warning("%s", note)
         return engine, BuildFinish(**facts, seconds=perf_counter() - began)
 
     def _show(self, text: str) -> None:
@@ -222,7 +223,7 @@ class InlinePool(Doors):
 
     def planner(self, model: ModelSpec, built: BuildFinish) -> InlineAnswers:
         """What answers the requests of this model, which `start` has loaded."""
-        return InlineAnswers(self, model, built, self._rules.max_batch_size)
+        return InlineAnswers(self, model, built, self._rules.max_batch_size, self._log)
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """See `Master.close`."""
@@ -270,7 +271,8 @@ class InlinePool(Doors):
                 with self._lock:
                     self._look(monotonic())
             except BaseException as exc:  # raised from outside; a traceback would hold this
-                _log.error("%s was raised in the keeper of the pool, which goes on", repr(exc))
+                text = "%s was raised in the keeper of the pool, which goes on"
+                self._log.log(logging.ERROR, text, repr(exc))
 
     def _look(self, now: float) -> None:
         for entry in [*self.table.overdue(now)]:
@@ -443,7 +445,8 @@ class InlinePool(Doors):
                     self._run(lane)
                     del lane  # or callbacks would run with what it held
             except BaseException as exc:  # as in `_keep`
-                _log.error("%s was raised in a thread of the pool, which goes on", repr(exc))
+                text = "%s was raised in a thread of the pool, which goes on"
+                self._log.log(logging.ERROR, text, repr(exc))
             if me in self._own:
                 self._make_calls()
         self._own.discard(me)  # another thread may have it from now on
@@ -583,7 +586,7 @@ class InlinePool(Doors):
         if self._trace is not None:
             hook = self._trace()
             if hook is not None and job.call.context is not None:
-                given = hook, job.call.context, entry, now, error, False
+                given = self._log, hook, job.call.context, entry, now, error, False
                 self._start_delivery()
                 self._delivery.trace(partial(call_trace_hook, *given))
 
@@ -620,7 +623,7 @@ class InlinePool(Doors):
             try:
                 self._calling = threading.get_ident()
                 while self._calls:
-                    make_call(self._calls.popleft())
+                    make_call(self._calls.popleft(), self._log)
             finally:
                 self._calling = 0
                 self._may_call.release()

@@ -4,7 +4,6 @@ asyncio is imported by the coroutines alone: it is a sixth of the package's impo
 none.
 """
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,8 +44,9 @@ from mcinfer.errors import (
     is_refusal,
     say_once,
 )
+from mcinfer.logs import PoolLog
 from mcinfer.machine import cores_near, usable_memory, whole_cpus
-from mcinfer.private import SerializableModel, fill_streams, model_file
+from mcinfer.private import SerializableModel, fill_streams, model_file, model_name
 from mcinfer.protocol import Build, encode
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import Place, Planner
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from mcinfer.requests.direct import InlineAnswers
 
 __tracebackhide__ = is_refusal
-
-_log = logging.getLogger("mcinfer.master")
 
 _NO_AXES = (None, None)
 
@@ -125,6 +123,7 @@ class Master:
             `submit`, `map` and `predict_async`. None: with ONNX Runtime one for each usable core, or
             `EngineOptions.concurrent_runs`; with others `EngineOptions.streams`. Where it is more than one, a
             run has one thread of the runtime's, unless `EngineOptions.threads` says more.
+        label: The model's name in records of the log, such as ``"encoder/3"``; empty for that of its file.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -153,9 +152,11 @@ class Master:
         verify: Verify = "first",
         parallel: Parallel | None = None,
         inline_threads: int | None = None,
+        label: str = "",
     ) -> None:
         for name, value, kind in (
             ("engine", engine, str),
+            ("label", label, str),
             ("options", options, EngineOptions),
             ("timeouts", timeouts, Timeouts),
             ("restart", restart, RestartPolicy),
@@ -184,8 +185,6 @@ class Master:
             cpus=whole_cpus(),
             near=cores_near,
         )
-        if self._plan.warning:
-            _log.warning("%s", self._plan.warning)
         self._engine = engine
         self._timeouts = timeouts
         self._limits = limits
@@ -204,6 +203,10 @@ class Master:
         try:
             fill_streams()
             self._path, self._in_memory = model_file(model)
+            on = [str(process.device) for process in self._plan.processes]
+            self._log = PoolLog(label or model_name(self._path), on)
+            if self._plan.warning:
+                self._log.warning("%s", self._plan.warning)
             self._loop = self._open_pool(rules, options)
             self._inbox, self._supervision = self._loop.inbox, self._loop.supervision
         except OSError as exc:  # no descriptor is left
@@ -222,11 +225,14 @@ class Master:
             # An engine comes into this process in this way alone.
             from mcinfer.inline import InlinePool
 
-            return InlinePool(self._path, self._engine, options, self._plan, rules, trace)
+            return InlinePool(
+                self._path, self._engine, options, self._plan, rules, self._log, trace
+            )
         return Loop(
             _builds(self._plan, self._path, self._engine, options),
             rules,
             self._limits.memory_bytes or usable_memory() // 2,
+            self._log,
             trace=trace,
             open_place=_open_place,
             share=_share,
@@ -282,6 +288,7 @@ class Master:
                 threads=self._waiting,
                 said=self._said,
                 verify=self._verify,
+                log=self._log,
                 engine=self._engine,
                 identity=built.model,
                 whole=whole,

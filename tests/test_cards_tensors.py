@@ -27,6 +27,7 @@ from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 from mcinfer.specs import ModelSpec, tensor_bytes
 from tests.emulated_cards import busy, emulated_cards
 from tests.planned_requests import (
+    A_POOL,
     DECLARED,
     MIB,
     PLAIN,
@@ -70,7 +71,7 @@ class Pool:
         self._numbers = itertools.count()
         self.arena = Arena(LIMIT, numbers=self._numbers)
         place = HostPlace(self.arena, self.allocate, IdleFrames())
-        self.planner = Planner(self.model, place, cast("Inbox", self), max_rows=8)
+        self.planner = Planner(self.model, place, cast("Inbox", self), max_rows=8, log=A_POOL)
 
     def allocate(
         self, sizes: Any, _: float, arena: Arena | None = None, block: SharedBlock | None = None

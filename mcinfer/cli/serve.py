@@ -25,6 +25,7 @@ from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.config import EngineOptions, Limits, Timeouts
 from mcinfer.errors import McinferError
 from mcinfer.extras import requires
+from mcinfer.logs import write_json
 
 
 def parse_devices_of(text: str) -> tuple[str, int | list[str]]:
@@ -199,11 +200,21 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request over HTTP.")
     ] = False,
+    log_format: Annotated[
+        str,
+        typer.Option(
+            "--log-format", metavar="text|json", help="json: each record is an object, in a line."
+        ),
+    ] = "text",
 ) -> None:
     """Serve models over HTTP, as Triton and KServe do, with a page of figures at /.
 
     SIGTERM or Ctrl-C ends it: accepted requests are answered, a second Ctrl-C drops them.
     """
+    if log_format not in ("text", "json"):
+        raise typer.BadParameter(f"--log-format: got {log_format!r}, expected text or json")
+    if log_format == "json":
+        write_json()
     files = _named(models or [], name or [])
     if not files and repository is None:
         raise typer.BadParameter("expected a MODEL or more, or --repository FOLDER")
@@ -287,6 +298,7 @@ def serve(
         drain=drain,
         drain_delay=drain_delay,
         access_log=access_log,
+        json_log=log_format == "json",
         reuse_port=reuse_port,
     )
     options_of = partial(_options_of, usual, given, options)

@@ -27,8 +27,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
+from mcinfer.logs import JsonFormatter, write_json
 from mcinfer.serve.figures import Figures
-from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
+from mcinfer.serve.http import ACCESS_LOG, CONNECTION, WHOLE, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.regions import user_of
@@ -81,6 +82,7 @@ class Endpoint:
         drain: Seconds for requests to be answered when the server ends.
         drain_delay: Seconds after SIGTERM in which it is not ready and takes connections all the same.
         access_log: Whether to log each request over HTTP.
+        json_log: Whether the log has lines of JSON.
         reuse_port: Whether other processes of this user may listen at the same port, and have a part of the
             connections.
     """
@@ -94,6 +96,7 @@ class Endpoint:
     drain: float = 30.0
     drain_delay: float = 1.0
     access_log: bool = False
+    json_log: bool = False
     reuse_port: bool = False
 
     def address(self, port: int) -> str:
@@ -132,10 +135,13 @@ class Endpoint:
     def logging(self) -> Iterator[None]:
         """Write records of the log without waiting, and a line for each request if that is wanted."""
         access = logging.StreamHandler()
+        if self.json_log:
+            write_json()  # this may be another process than that of the command
+            access.setFormatter(JsonFormatter())
         if self.access_log:
-            logger = logging.getLogger("uvicorn.access")
-            logger.addHandler(access)
-            logger.setLevel(logging.INFO)
+            ACCESS_LOG.addHandler(access)
+            ACCESS_LOG.setLevel(logging.INFO)
+            ACCESS_LOG.propagate = False
         with _Errors().taking_logs(access):
             yield
 
@@ -474,7 +480,7 @@ class Config(uvicorn.Config):
             loop="uvloop",
             lifespan="off",
             log_config=None,
-            access_log=endpoint.access_log,
+            access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=ceil(endpoint.drain),
@@ -487,7 +493,9 @@ class Config(uvicorn.Config):
         """The application, for this process."""
         self.service = Service(self.models, self.options, Figures(self.models, self.folder))
         is_open = self.endpoint.uds or self.options.key_file or self.endpoint.host not in LOOPBACK
-        return make_app(self.service, page_routes(self.service), () if is_open else LOOPBACK)
+        hosts = () if is_open else LOOPBACK
+        page, logs = page_routes(self.service), self.endpoint.access_log
+        return make_app(self.service, page, hosts, access_log=logs)
 
     def load(self) -> None:
         """Load it; `InvalidInputError` if there is no such certificate."""

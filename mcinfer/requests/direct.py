@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.engines.base import Buffer, Engine, RunCancelledError
 from mcinfer.errors import PredictError, is_refusal
+from mcinfer.logs import PoolLog
 from mcinfer.protocol import BuildFinish
 from mcinfer.requests.frames import Lease, make_frame
 from mcinfer.requests.inputs import InputReader
@@ -109,9 +110,11 @@ class InlineAnswers(InputReader):
         weights: The replaceable weights of the model.
     """
 
-    def __init__(self, pool: Pool, model: ModelSpec, built: BuildFinish, max_rows: int) -> None:
+    def __init__(
+        self, pool: Pool, model: ModelSpec, built: BuildFinish, max_rows: int, log: PoolLog
+    ) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
-        super().__init__(model, max_rows, built.ragged)
+        super().__init__(model, log, max_rows, built.ragged)
         self.pool = pool
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(specs_of(built.weights), _slots, self._copier)

@@ -15,7 +15,6 @@ short (`IdleFrames.release`). Any thread may call a planner: each access to shar
 the interpreter.
 """
 
-import logging
 import math
 import os
 from collections import deque
@@ -34,6 +33,7 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.config import Device, Limits
 from mcinfer.errors import QueueFullError, is_refusal
+from mcinfer.logs import PoolLog
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import (
@@ -67,8 +67,6 @@ from mcinfer.statistics import CardStatistics
 __tracebackhide__ = is_refusal
 
 _shape = attrgetter("shape")
-
-_log = logging.getLogger("mcinfer.master")
 
 Allocate = Callable[[Sequence[int], float], list[Slot]]
 """Gets slots of so many bytes, within so many seconds: from the loop, which owns the memory."""
@@ -226,9 +224,10 @@ class Planner(InputReader):
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
         ragged: str = "",
+        log: PoolLog,
     ) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
-        super().__init__(model, max_rows, ragged)
+        super().__init__(model, log, max_rows, ragged)
         self.place = place
         self._queue = queue
         self._limits = limits

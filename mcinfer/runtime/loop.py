@@ -17,7 +17,7 @@ import logging
 import math
 import select
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -26,7 +26,8 @@ from weakref import ref
 
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
-from mcinfer.private import ModelInMemory, model_name
+from mcinfer.logs import PoolLog
+from mcinfer.private import ModelInMemory
 from mcinfer.process import becomes_readable, check_threads
 from mcinfer.protocol import (
     REPLY,
@@ -78,19 +79,21 @@ class Loop:
         groups: Sequence[Sequence[Build]],
         rules: PoolRules,
         memory_bytes: int,
+        log: PoolLog,
         *,
         trace: "ref[TraceHook] | None" = None,
         open_place: OpenPlace,
         share: Share,
     ) -> None:
         builds = [ranks[0] for ranks in groups]  # one, unless a model is cut
-        devices = _some(build.device for ranks in groups for build in ranks)
-        self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
+        self._log, self._delivery = log, Delivery(log)
         limits = self._limits = rules.limits
         self._max_rows = rules.max_batch_size
         self._opens = open_place
         self.inbox = Inbox(limits, self._delivery, self._open_place)
-        self._connections = Connections(groups, lambda n: self.admission.block(n), limits, share)
+        self._connections = Connections(
+            groups, lambda n: self.admission.block(n), limits, share, log.label
+        )
         self.supervision = Supervision(self._connections, self.inbox, self._delivery, rules)
         self._block_numbers = count()
         self.arena = Arena(
@@ -218,6 +221,7 @@ class Loop:
             max_rows=self._max_rows,
             weights=specs_of(built.weights),
             ragged=built.ragged,
+            log=self._log,
         )
 
     @property
@@ -515,7 +519,8 @@ class Loop:
                 is_bare = request.error is not None or request.is_simple
                 held = request.error if is_bare else request
                 joins = not is_bare and future is not None
-                call = partial(call_trace_hook, hook, context, entry, monotonic(), held, joins)
+                given = hook, context, entry, monotonic(), held, joins
+                call = partial(call_trace_hook, self._log, *given)
                 (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (request.copies or not request.is_simple):
             # What it holds must not wait until its user asks for it.
@@ -524,9 +529,3 @@ class Loop:
     def release(self, request: int) -> None:
         # And its memory, once it is answered and no view of it is left.
         self.admission.places.requests.pop(request).release()
-
-
-def _some(devices: Iterable[str]) -> str:
-    """The devices in words that fit a line of the log."""
-    different = [*dict.fromkeys(devices)]
-    return ", ".join(different if len(different) <= 4 else [*different[:2], "…", different[-1]])

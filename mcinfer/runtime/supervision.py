@@ -22,7 +22,6 @@ from time import monotonic
 
 from mcinfer.errors import ClosedError, McinferError, ProtocolError, ReadyTimeoutError
 from mcinfer.machine import oom_kills, usable_memory
-from mcinfer.private import model_name
 from mcinfer.process import STRAY, STRAY_REASON, becomes_readable
 from mcinfer.protocol import (
     MAX_NOTES,
@@ -420,7 +419,7 @@ class Supervision:
         w, show = self.scheduler.workers[index], self._delivery.show
         match message:
             case Preparing():
-                show(preparing(model_name(w.build.model), message.written, message.seconds))
+                show(preparing(self._connections.model, message.written, message.seconds))
             case BuildFinish():
                 show("")
                 for note in message.notes:

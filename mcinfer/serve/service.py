@@ -4,11 +4,14 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -45,6 +48,9 @@ EXTENSIONS = (
 
 _LEVELS = {"log_verbose_level": 10, "log_info": 20, "log_warning": 30, "log_error": 40}
 """Triton's settings of its log, and the levels of Python's that they switch."""
+
+_REQUEST_ID = re.compile("[!-~]{1,128}")
+"""Visible characters of ASCII."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +90,7 @@ class Service(Collector):
         self.figures = figures or Figures(models)
         self.regions = Regions(options.client_shared_memory)
         self.ending = asyncio.Event()
+        self._ids = (f"{prefix}-{n:x}" for prefix in (token_hex(6),) for n in count())
         self._keys: list[bytes] = []
         self.read_keys()
         self._registry = CollectorRegistry()
@@ -107,6 +114,10 @@ class Service(Collector):
         digest = hashlib.sha256(shown.strip()).digest()
         fits = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for an equal time
         return any(fits)
+
+    def request_id(self, given: str) -> str:
+        """A client's name for a request if headers and logs can have it, else a new one."""
+        return given if _REQUEST_ID.fullmatch(given) else next(self._ids)
 
     # What it says of itself.
 
