@@ -287,6 +287,7 @@ class RequestTrace:
         settled: When its last piece was answered, or the request failed.
         joined: When its outputs were ready for the caller.
         shards: The run of each piece that was answered.
+        label: The model, as the master's log names it.
     """
 
     request: int
@@ -298,6 +299,7 @@ class RequestTrace:
     settled: float
     joined: float
     shards: tuple[ShardTrace, ...]
+    label: str = ""
 
 
 TraceHook = Callable[[RequestTrace], None]

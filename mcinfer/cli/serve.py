@@ -200,6 +200,14 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request over HTTP.")
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Make spans of requests, below those of their callers (traceparent). OpenTelemetry's "
+            "environment variables say where they go.",
+        ),
+    ] = False,
     log_format: Annotated[
         str,
         typer.Option(
@@ -240,6 +248,10 @@ def serve(
         from mcinfer.serve.service import ServeOptions, keys_in
     for file in files.values():
         check_model(file)
+    if trace:
+        from mcinfer.exporters.opentelemetry import span_exporter
+
+        span_exporter()  # or say now that it is not installed
     if api_key_file:
         keys_in(api_key_file)  # or say now what is wrong with it
     let_workers_tell()
@@ -283,6 +295,7 @@ def serve(
         client_shared_memory=with_regions,
         key_file=api_key_file,
         strict_readiness=strict_readiness,
+        traces=trace,
         why_fixed=_why_fixed(processes, reuse_port),
     )
     certificate = (ssl_certfile, ssl_keyfile) if ssl_certfile and ssl_keyfile else None

@@ -548,7 +548,7 @@ async def run(
         RefusedError: A model cannot be loaded.
         MissingDependencyError: gRPC is asked for, and not installed.
     """
-    with endpoint.listening() as listening, endpoint.logging():
+    with endpoint.listening() as listening, endpoint.logging(), tracing(models, options):
         async with models:
             config = Config(models, options, endpoint)
             config.load()
@@ -561,6 +561,19 @@ async def run(
             names = ", ".join(dict(models.loaded())) or "no model"
             say(f"serving {names} at {endpoint.place(listening.sockets[0])}{too}")
             await _Server(config, listening, grpc_server).serve([*listening.sockets])
+
+
+@contextmanager
+def tracing(models: Models, options: ServeOptions) -> Iterator[None]:
+    """Have models that are opened make spans, which are exported meanwhile; nothing unless that is wanted."""
+    if not options.traces:
+        yield
+        return
+    from mcinfer.exporters.opentelemetry import exporting, request_spans
+
+    with exporting():
+        models.trace = request_spans()
+        yield
 
 
 def _renew(config: Config) -> None:

@@ -223,7 +223,7 @@ def call_trace_hook(
     if error is not None and not isinstance(error, McinferError):
         error = PredictError(f"the answers could not be joined: {error!r}")
     try:
-        context.run(hook, trace_of(entry, error, joined))
+        context.run(hook, trace_of(entry, error, joined, log.label))
     except BaseException as exc:
         # Also SystemExit and its like: others wait behind it.
         log.log(logging.ERROR, "the trace hook failed", failure=exc)

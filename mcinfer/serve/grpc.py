@@ -76,6 +76,8 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
         context.set_trailing_metadata((("x-request-id", name),))
         if not is_probe and not service.admits(str(given.get("authorization", ""))):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
+        if service.join_trace:
+            service.join_trace(context.invocation_metadata() or ())
         return {"request_id": name}
 
     def unary(name: str) -> Any:

@@ -249,6 +249,9 @@ class _Infer:
         place, instance, status = scope["path_params"], None, 200
         state = scope["state"]
         connection, about = state.get(CONNECTION) or Connection(), state[ABOUT]
+        if join_trace := self._service.join_trace:
+            given = scope["headers"]
+            join_trace((n.decode("latin-1"), value.decode("latin-1")) for n, value in given)
         try:
             if scope["method"] != "POST":
                 raise RefusedError(405, "Method Not Allowed")
@@ -564,7 +567,7 @@ def make_app(
 
     def trace(*_: str, trace_level: tuple[str, ...] | None = None) -> dict[str, Any]:
         if trace_level not in (None, ("OFF",)):
-            text = "no traces are written; mcinfer.exporters.opentelemetry makes spans"
+            text = "no traces are written; --trace makes spans of OpenTelemetry"
             raise RefusedError(501, text)
         off = {"trace_level": ["OFF"], "trace_rate": "1000", "trace_count": "-1"}
         return {**off, "log_frequency": "0", "trace_file": "", "trace_mode": "triton"}

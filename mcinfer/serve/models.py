@@ -33,6 +33,7 @@ from mcinfer.serve.configuration import Configuration, Reshape, type_name
 from mcinfer.serve.documents import IndexEntry
 from mcinfer.serve.tensors import shape_of
 from mcinfer.specs import TensorSpec
+from mcinfer.statistics import TraceHook
 
 _log = logging.getLogger("mcinfer.serve")
 
@@ -202,6 +203,9 @@ class Models:
         opened: Is called with a master whose requests may be cut or joined before any comes.
         control: Which models to load, and when.
 
+    Attributes:
+        trace: The trace hook of all masters; set before they are opened.
+
     Raises:
         InvalidInputError: A name is none for an address; there is no such folder, or no such model in it.
     """
@@ -222,6 +226,7 @@ class Models:
             raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
         self._repository, self._options, self._opened = repository, options, opened
         self._fixed = fixed or {}
+        self.trace: TraceHook | None = None
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
         self._control = control
@@ -418,7 +423,7 @@ class Models:
             _log.warning(
                 "%s: the configuration's %s: passed over", name, ", ".join(said.passed_over)
             )
-        options = {"max_batch_size": 1, **self._options(name)}
+        options = {"max_batch_size": 1, "trace": self.trace, **self._options(name)}
         options |= said.options(options)
         given = options.get("options", EngineOptions())
         options |= {**self._fixed, "options": replace(given, **self._fixed.get("options", {}))}

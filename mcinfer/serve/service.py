@@ -6,7 +6,7 @@ import hmac
 import logging
 import re
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -63,6 +63,7 @@ class ServeOptions:
         client_shared_memory: Whether clients may register shared memory.
         key_file: Has a key in each line: who shows one is admitted. None admits all.
         strict_readiness: Whether the server is ready only while all its models are.
+        traces: Whether requests become spans of OpenTelemetry.
         why_fixed: Why no client may change the server, as one of several processes alone would take the
             change; empty if clients may.
     """
@@ -72,6 +73,7 @@ class ServeOptions:
     client_shared_memory: bool = False
     key_file: Path | None = None
     strict_readiness: bool = True
+    traces: bool = False
     why_fixed: str = ""
 
 
@@ -81,6 +83,7 @@ class Service(Collector):
     Attributes:
         ending: Is set when the server ends; load balancers should send no more requests.
         figures: What was counted.
+        join_trace: Makes the span that a request's headers name that of its caller; None without tracing.
     """
 
     def __init__(
@@ -90,6 +93,11 @@ class Service(Collector):
         self.figures = figures or Figures(models)
         self.regions = Regions(options.client_shared_memory)
         self.ending = asyncio.Event()
+        self.join_trace: Callable[[Iterable[tuple[str, Any]]], None] | None = None
+        if options.traces:
+            from mcinfer.exporters.opentelemetry import join_trace
+
+            self.join_trace = join_trace
         self._ids = (f"{prefix}-{n:x}" for prefix in (token_hex(6),) for n in count())
         self._keys: list[bytes] = []
         self.read_keys()

@@ -15,7 +15,9 @@ import onnx
 import pytest
 
 from mcinfer.serve.messages import message
+from tests.command_line import COMMAND
 from tests.process.models import write_fake_model
+from tests.process.scripts import Program
 from tests.process.waiting import wait_until
 from tests.serve.servers import Server, request_of
 from tests.text_models import text_model
@@ -252,3 +254,55 @@ def test_refused_requests_are_counted_by_reason_whoever_refuses_them(
             with pytest.raises(grpc.RpcError, match="expected \\['x'\\]"):
                 ask(asked.SerializeToString(), timeout=PATIENCE)
         assert refused(server) == {"invalid": 6.0, "too_large": 1.0, "queue_full": 2.0}
+
+
+# Traces.
+
+
+def spans(server: Server) -> list[dict[str, Any]]:
+    """The spans of requests that it has printed."""
+    text, read = server.text(), json.JSONDecoder().raw_decode
+    starts = re.finditer(r"^\{$", text, re.MULTILINE)
+    found = [read(text, start.start())[0] for start in starts]
+    return [span for span in found if span["name"] == "mcinfer.request"]
+
+
+@pytest.mark.parametrize("how", [("--devices", 1), ("--processes", 2)], ids=str)
+def test_span_of_a_request_is_below_that_of_its_caller(
+    how: tuple[object, ...], folder: Path
+) -> None:
+    options = ("--repository", folder, "--engine", "fake", "--trace", *how)
+    traces = [f"{n:032x}" for n in range(1, 5)]
+    parents = [f"00-{trace}-00000000000000aa-01" for trace in traces]
+    env = {"OTEL_TRACES_EXPORTER": "console"}
+    with Server(*options, env=env) as server:
+        assert server.ask(INFER, request_of(X), {"traceparent": parents[0]}).status == 200
+        assert server.ask(INFER, request_of(FAILS), {"traceparent": parents[1]}).status == 500
+        bad = {"traceparent": parents[2] + "-more"}
+        assert server.ask(INFER, request_of(X), bad).status == 200
+        if server.grpc:
+            head = {"name": "x", "datatype": "FP32", "shape": [2, 4]}
+            asked = message("ModelInferRequest")(
+                model_name="encoder", inputs=[head], raw_input_contents=[X.tobytes()]
+            ).SerializeToString()
+            with grpc.insecure_channel(server.grpc) as channel:
+                ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+                ask(asked, timeout=PATIENCE, metadata=[("traceparent", parents[3])])
+        server.end()
+        found = {span["context"]["trace_id"]: span for span in spans(server)}
+    called = traces[:2] + traces[3:] * bool(server.grpc)
+    for trace in called:
+        span = found[f"0x{trace}"]
+        assert span["parent_id"] == "0x00000000000000aa"
+        assert span["attributes"]["mcinfer.model"] == "encoder/3"
+    assert f"0x{traces[2]}" not in found
+    alone = [span for span in found.values() if span["parent_id"] is None]
+    assert len(alone) == len(found) - len(called) >= 1
+
+
+def test_server_whose_exporter_is_missing_says_what_to_install(folder: Path) -> None:
+    options = ("--repository", folder, "--engine", "fake", "--trace", "--port", 0)
+    env = {"OTEL_TRACES_EXPORTER": "none_such"}
+    with Program(COMMAND, "serve", *options, env=env) as program:
+        ended = program.wait()
+    assert (ended.status, "pip install opentelemetry-sdk" in ended.err) == (1, True), ended.err
