@@ -235,7 +235,7 @@ class _Life:
         let_workers_tell()
         config, opened = self._config, self._opened
         opened.enter_context(prefixed_log())
-        opened.enter_context(config.endpoint.logging())
+        opened.enter_context(config.endpoint.logging(config.access))
         opened.enter_context(tracing(config.models, config.options))
         try:
             await opened.enter_async_context(config.models)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -27,9 +27,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
-from mcinfer.logs import JsonFormatter, write_json
+from mcinfer.logs import write_json
 from mcinfer.serve.figures import Figures
-from mcinfer.serve.http import ACCESS_LOG, CONNECTION, WHOLE, Connection, make_app
+from mcinfer.serve.http import CONNECTION, WHOLE, AccessLog, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.regions import user_of
@@ -65,6 +65,9 @@ _SMALL_BYTES = 1 << 16
 
 _MOST_TEXTS = 10_000
 """Records of the log that wait to be written."""
+
+_AT_ONCE = 256
+"""Of these, those that are written at once."""
 
 _UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
 """A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
@@ -132,18 +135,15 @@ class Endpoint:
             yield replace(listening, sockets=sockets)
 
     @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Write records of the log without waiting, and a line for each request if that is wanted."""
-        access = logging.StreamHandler()
+    def logging(self, access: AccessLog) -> Iterator[None]:
+        """Write the records of the log, and the lines of the access log, without waiting."""
         if self.json_log:
             write_json()  # this may be another process than that of the command
-            access.setFormatter(JsonFormatter())
-        if self.access_log:
-            ACCESS_LOG.addHandler(access)
-            ACCESS_LOG.setLevel(logging.INFO)
-            ACCESS_LOG.propagate = False
-        with _Errors().taking_logs(access):
-            yield
+        with _Errors().taking_logs() as access.write:
+            try:
+                yield
+            finally:
+                access.flush()
 
     @contextmanager
     def listening(self) -> Iterator["Listening"]:
@@ -240,17 +240,16 @@ class _Errors:
         self._writer = threading.Thread(target=self._write, name="mcinfer-log", daemon=True)
 
     @contextmanager
-    def taking_logs(self, *more: logging.StreamHandler[Any]) -> Iterator[None]:
-        """Have the records of the log that no other handler takes, and those of some handlers."""
+    def taking_logs(self) -> Iterator[Callable[[str], None]]:
+        """Have the records of the log that no other handler takes; gives what takes other lines."""
         last = logging.lastResort
-        handlers = [*more, last] if type(last) is logging.StreamHandler else more
         self._writer.start()
-        before = [handler.setStream(self) for handler in handlers]
+        before = last.setStream(self) if type(last) is logging.StreamHandler else None
         try:
-            yield
+            yield self.write
         finally:
-            for handler, stream in zip(handlers, before, strict=True):
-                handler.setStream(stream or sys.stderr)
+            if type(last) is logging.StreamHandler:
+                last.setStream(before or sys.stderr)
             self._texts.put(None)
             self._writer.join(_LAST_SECONDS)
 
@@ -264,7 +263,13 @@ class _Errors:
         """Nothing: the thread does."""
 
     def _write(self) -> None:
-        for text in iter(self._texts.get, None):
+        texts: list[str | None] = []
+        while None not in texts:
+            texts = [self._texts.get()]
+            with suppress(Empty):
+                while None not in texts and len(texts) < _AT_ONCE:
+                    texts.append(self._texts.get_nowait())
+            text = "".join(filter(None, texts))
             if dropped := self._dropped:
                 self._dropped = 0
                 text = f"{text}{dropped} records were dropped, since nothing read this\n"
@@ -465,6 +470,7 @@ class Config(uvicorn.Config):
 
     Attributes:
         service: There once it is loaded.
+        access: The access log; `Endpoint.logging` opens it.
     """
 
     service: Service
@@ -488,14 +494,15 @@ class Config(uvicorn.Config):
             ssl_keyfile=key,
         )
         self.models, self.options, self.endpoint, self.folder = models, options, endpoint, folder
+        self.access = AccessLog(as_json=endpoint.json_log)
 
     def load_app(self) -> Any:
         """The application, for this process."""
         self.service = Service(self.models, self.options, Figures(self.models, self.folder))
         is_open = self.endpoint.uds or self.options.key_file or self.endpoint.host not in LOOPBACK
         hosts = () if is_open else LOOPBACK
-        page, logs = page_routes(self.service), self.endpoint.access_log
-        return make_app(self.service, page, hosts, access_log=logs)
+        log = self.access if self.endpoint.access_log else None
+        return make_app(self.service, page_routes(self.service), hosts, access_log=log)
 
     def load(self) -> None:
         """Load it; `InvalidInputError` if there is no such certificate."""
@@ -548,9 +555,13 @@ async def run(
         RefusedError: A model cannot be loaded.
         MissingDependencyError: gRPC is asked for, and not installed.
     """
-    with endpoint.listening() as listening, endpoint.logging(), tracing(models, options):
+    config = Config(models, options, endpoint)
+    with (
+        endpoint.listening() as listening,
+        endpoint.logging(config.access),
+        tracing(models, options),
+    ):
         async with models:
-            config = Config(models, options, endpoint)
             config.load()
             grpc_server, grpc_port = await _grpc_server(config.service, endpoint)
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""

@@ -6,15 +6,15 @@ https://github.com/triton-inference-server/server for the extensions.
 
 import asyncio
 import gc
-import logging
 import re
 import struct
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from inspect import isawaitable
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import orjson
 from msgspec.structs import asdict
@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 from mcinfer.errors import InvalidInputError, McinferError
 from mcinfer.serve.documents import (
@@ -62,6 +61,9 @@ JSON and strings."""
 _SMALL_VALUES = 1 << 16
 """Of an output, values that are written at once in JSON."""
 
+_GATHER_SECONDS = 0.1
+"""For lines of the access log, to be written together."""
+
 _MAX_PLAIN_BYTES = 1 << 20
 """Of JSON that has no tensors."""
 
@@ -74,8 +76,6 @@ CONNECTION = "connection"
 
 ABOUT = "about"
 """The key in the same state of what is known of a request, by name: the fields of its records in the log."""
-
-ACCESS_LOG = logging.getLogger("mcinfer.access")
 
 WHOLE = "whole"
 """The key in the same state that says that all of the body is there, so nothing waits for it."""
@@ -454,9 +454,9 @@ class _Gate:
         hosts: Sequence[str],
         infer: Sequence[Route],
         *,
-        logs: bool,
+        log: "AccessLog | None",
     ) -> None:
-        self._app, self._service, self._infer, self._logs = app, service, infer, logs
+        self._app, self._service, self._infer, self._log = app, service, infer, log
         self._hosts = ("", *hosts) if hosts else ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -494,25 +494,50 @@ class _Gate:
         try:
             await app(scope, receive, answer)
         finally:
-            if self._logs:
-                _log_access(scope, about, status, perf_counter() - began)
+            if self._log is not None:
+                self._log.add(scope, about, status, perf_counter() - began)
 
 
-def _log_access(scope: Scope, about: Mapping[str, Any], status: int, seconds: float) -> None:
-    fields = {
-        **about,
-        "client": get_client_addr(cast("Any", scope)),
-        "method": scope["method"],
-        "path": get_path_with_query_string(cast("Any", scope)),
-        "status": status,
-        "ms": round(seconds * 1e3, 3),
-    }
-    said = [fields[name] for name in ("client", "method", "path", "status", "ms")]
-    said.insert(3, scope["http_version"])
-    served = f"{about['model']}/{about['version']}" if "model" in about else "-"
-    text = '%s - "%s %s HTTP/%s" %d %.1f ms %s %d rows %s'
-    said += [served, about.get("rows", 0), about["request_id"]]
-    ACCESS_LOG.info(text, *said, extra={"fields": fields})
+class AccessLog:
+    """A line for each request over HTTP, in text or in JSON.
+
+    Records of `logging` would take a tenth of a small request's time. Lines are written together, each a
+    moment after its answer.
+
+    Attributes:
+        write: Takes lines; set while the log is open.
+    """
+
+    write: Callable[[str], object]
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._lines: list[str] = []
+
+    def add(self, scope: Scope, about: Mapping[str, Any], status: int, seconds: float) -> None:
+        """Note an answer, after so many seconds; in the event loop."""
+        host = scope["client"]
+        client = f"{host[0]}:{host[1]}" if host else ""
+        method, ms, rows = scope["method"], seconds * 1e3, about.get("rows", 0)
+        path = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        path = path.decode("ascii", "backslashreplace")
+        served = f"{about['model']}/{about['version']}" if "model" in about else "-"
+        line = f'{client} - "{method} {path} HTTP/{scope["http_version"]}" {status} '
+        line += f"{ms:.1f} ms {served} {rows} rows {about['request_id']}"
+        if self._as_json:
+            own = {"level": "INFO", "logger": "mcinfer.access", "message": line, **about}
+            seen = {"client": client, "method": method, "path": path, "status": status}
+            record = {"time": datetime.now(UTC), **own, **seen, "ms": round(ms, 3)}
+            line = orjson.dumps(record, option=orjson.OPT_UTC_Z).decode()
+        if not self._lines:
+            asyncio.get_running_loop().call_later(_GATHER_SECONDS, self.flush)
+        self._lines.append(line)
+
+    def flush(self) -> None:
+        """Write the lines that are there."""
+        lines, self._lines = self._lines, []
+        for line in lines:
+            self.write(f"{line}\n")
 
 
 def _is_twice(name: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bool:
@@ -524,7 +549,7 @@ def make_app(
     page: Sequence[BaseRoute] = (),
     hosts: Sequence[str] = (),
     *,
-    access_log: bool = False,
+    access_log: AccessLog | None = None,
 ) -> ASGIApp:
     """The server as an application of ASGI.
 
@@ -532,7 +557,7 @@ def make_app(
         service: What it serves; its models are loaded.
         page: Routes beside the protocol's.
         hosts: The names by which browsers may reach it; any if there is none.
-        access_log: Whether `ACCESS_LOG` gets a record for each request.
+        access_log: Gets a line for each request.
     """
 
     def answers(operation: Operation) -> Any:
@@ -634,4 +659,4 @@ def make_app(
     described = description(operations, keys=service.options.key_file is not None)
     caught: Any = dict.fromkeys((McinferError, HTTPException, Exception), failed)
     app = Starlette(routes=[*infer, *routes, *page], exception_handlers=caught)
-    return _Gate(app, service, hosts, infer, logs=access_log)
+    return _Gate(app, service, hosts, infer, log=access_log)
