@@ -30,8 +30,8 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
 from mcinfer.cli import prefixed_log
+from mcinfer.cli.endpoint import ENDING, Config, Endpoint, Listening, tracing
 from mcinfer.cli.progress import let_workers_tell, say
-from mcinfer.cli.server import ENDING, Config, Endpoint, Listening, tracing
 from mcinfer.errors import McinferError
 from mcinfer.runtime.transport import runtime_folder
 from mcinfer.serve.figures import ALL_SERVE, served

@@ -241,8 +241,8 @@ def serve(
 
         import uvloop
 
+        from mcinfer.cli.endpoint import Endpoint, run
         from mcinfer.cli.processes import run_processes
-        from mcinfer.cli.server import Endpoint, run
         from mcinfer.machine import whole_cpus
         from mcinfer.serve.models import Models
         from mcinfer.serve.service import ServeOptions, keys_in
