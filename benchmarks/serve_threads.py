@@ -28,7 +28,7 @@ def session_of_one_thread(model: str) -> ort.InferenceSession:
 
 
 def main(model: str, port: int) -> None:
-    from mcinfer.cli.server import Endpoint, run
+    from mcinfer.cli.endpoint import Endpoint, run
     from mcinfer.serve.configuration import Configuration
     from mcinfer.serve.models import Instance, Models
     from mcinfer.serve.service import ServeOptions

@@ -26,15 +26,32 @@
 
 import collections.abc
 import re
+from typing import Literal, Self, get_args
 
 _ABOUT_ONE = re.compile(
     r"(worker|group) (\d+)((?: of \d+ ranks)?)((?: \([^()]*\))?)(:? )(.*)", re.DOTALL
 )
 """A sentence about a worker: what it is, its number, ranks, device and pid, and the rest."""
 
+Refusal = Literal["queue_full", "memory", "no_worker", "too_large", "invalid"]
+REFUSALS: tuple[Refusal, ...] = get_args(Refusal)
+"""Why requests are not accepted: see `mcinfer.Statistics`."""
+
 
 class McinferError(Exception):
-    """Base of every exception that mcinfer raises on purpose."""
+    """Base of every exception that mcinfer raises on purpose.
+
+    Attributes:
+        refusal: If it refuses a request, the reason by which that is to be counted (`mcinfer.statistics`);
+            None once it is counted, and for an error that answers a request.
+    """
+
+    refusal: Refusal | None = None
+
+    def refusing(self, reason: Refusal | None) -> Self:
+        """This error, with another reason than that of its class."""
+        self.refusal = reason
+        return self
 
 
 class InvalidInputError(McinferError, ValueError):
@@ -45,6 +62,7 @@ class InvalidInputError(McinferError, ValueError):
     """
 
     by_runtime = False
+    refusal: Refusal | None = "invalid"
 
 
 def refused_by_runtime(text: str) -> InvalidInputError:
@@ -124,9 +142,13 @@ class ReadyTimeoutError(McinferError, TimeoutError):
 class QueueFullError(McinferError, RuntimeError):
     """Too many requests are queued (`Limits.queue`, `Limits.queue_bytes`), or it is a `MemoryFullError`."""
 
+    refusal: Refusal | None = "queue_full"
+
 
 class MemoryFullError(QueueFullError):
     """All shared memory for tensors that `Limits.memory_bytes` allows, or a card's, is in use."""
+
+    refusal: Refusal | None = "memory"
 
 
 class ClosedError(McinferError, RuntimeError):

@@ -49,8 +49,9 @@ from mcinfer.errors import (
     QueueFullError,
     is_refusal,
 )
+from mcinfer.logs import PoolLog
 from mcinfer.machine import check_tasks
-from mcinfer.private import ModelInMemory, model_name
+from mcinfer.private import ModelInMemory
 from mcinfer.process import check_threads
 from mcinfer.protocol import BuildFinish
 from mcinfer.requests.frames import ShapePlan
@@ -71,8 +72,6 @@ from mcinfer.specs import ModelSpec, TensorSpec, check_whole_bytes, specs_of
 from mcinfer.statistics import ROW_BOUNDS, Health, Statistics, TraceHook, WorkerStatistics
 
 __tracebackhide__ = is_refusal
-
-_log = logging.getLogger("mcinfer.master")
 
 _QUICK = 0.0001
 """Seconds of a run that an event loop makes by itself: to hand it to a thread takes as long."""
@@ -135,6 +134,7 @@ class InlinePool(Doors):
         options: Of the engine.
         plan: How many runs there are at once, at most, and how many threads one has.
         rules: What the user wants of the pool.
+        log: Has the records about the pool.
         trace: The trace hook.
 
     Attributes:
@@ -152,6 +152,7 @@ class InlinePool(Doors):
         options: EngineOptions,
         plan: PoolPlan,
         rules: PoolRules,
+        log: PoolLog,
         trace: "ref[TraceHook] | None",
     ) -> None:
         super().__init__(rules.limits)
@@ -162,12 +163,12 @@ class InlinePool(Doors):
         self._rules = rules
         self._most_lanes = plan.threads
         self._trace = trace
-        self._name = model_name(model)
+        self._log = log
         self._lock: Any = threading.RLock()
         self._work = threading.Condition(self._lock)  # for the threads
         self._keeper = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)  # a run, or the pool
-        self._delivery = Delivery(f"{self._name} on {INLINE}")
+        self._delivery = Delivery(log)
         self._own: set[int] = set()  # the threads of the pool that make callbacks
         self._calls: deque[Callable[[], object]] = deque()
         self._may_call, self._calling = threading.Lock(), 0  # the thread that makes them
@@ -240,12 +241,12 @@ class InlinePool(Doors):
             engine.close()
             raise
         for note in facts["notes"]:
-            _log.warning("%s on %s: %s", self._name, INLINE, note)
+            self._log.warning("%s", note)
         return engine, BuildFinish(**facts, seconds=perf_counter() - began)
 
     def planner(self, model: ModelSpec, built: BuildFinish) -> "InlineAnswers":
         """What answers the requests of this model, which `start` has loaded."""
-        return InlineAnswers(self, model, built, self._rules.max_batch_size)
+        return InlineAnswers(self, model, built, self._rules.max_batch_size, self._log)
 
     def close(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """See `Master.close`."""
@@ -292,7 +293,8 @@ class InlinePool(Doors):
                 with self._lock:
                     self._look(monotonic())
             except BaseException as exc:  # raised from outside; a traceback would hold this
-                _log.error("%s was raised in the keeper of the pool, which goes on", repr(exc))
+                text = "%s was raised in the keeper of the pool, which goes on"
+                self._log.log(logging.ERROR, text, repr(exc))
 
     def _look(self, now: float) -> None:
         for entry in [*self.table.overdue(now)]:
@@ -463,7 +465,8 @@ class InlinePool(Doors):
                     self._run(lane)
                     del lane  # or callbacks would run with what it held
             except BaseException as exc:  # as in `_keep`
-                _log.error("%s was raised in a thread of the pool, which goes on", repr(exc))
+                text = "%s was raised in a thread of the pool, which goes on"
+                self._log.log(logging.ERROR, text, repr(exc))
             if me in self._own:
                 self._make_calls()
         self._own.discard(me)  # another thread may have it from now on
@@ -589,6 +592,8 @@ class InlinePool(Doors):
         # Ctrl-C may come after each of these steps, of which the others are done then by `cancel`.
         if entry.ending is None:
             self.table.close(entry, ending, now)
+        if error is not None:
+            error.refusal = None  # the request was accepted
         if not job.settled:
             job.settle(error, cancelled=ending == "cancelled")
         self.table.entries.pop(entry.number, None)
@@ -600,7 +605,7 @@ class InlinePool(Doors):
         if self._trace is not None:
             hook = self._trace()
             if hook is not None and job.call.context is not None:
-                given = hook, job.call.context, entry, now, error, False
+                given = self._log, hook, job.call.context, entry, now, error, False
                 self._delivery.trace(partial(call_trace_hook, *given))
 
     def cancel(self, outcome: Outcome[Any]) -> bool:
@@ -635,7 +640,7 @@ class InlinePool(Doors):
             try:
                 self._calling = threading.get_ident()
                 while self._calls:
-                    make_call(self._calls.popleft())
+                    make_call(self._calls.popleft(), self._log)
             finally:
                 self._calling = 0
                 self._may_call.release()
@@ -686,6 +691,7 @@ class InlinePool(Doors):
                 memory_bytes=0,
                 memory_used_bytes=0,
                 weights_version=weights_version,
+                refused={**self.refused},
                 health=self.health(),
                 workers=(worker,),
                 join_gain=self._joining.gain,
@@ -703,10 +709,10 @@ class InlineAnswers(InputReader):
     """
 
     def __init__(
-        self, pool: InlinePool, model: ModelSpec, built: BuildFinish, max_rows: int
+        self, pool: InlinePool, model: ModelSpec, built: BuildFinish, max_rows: int, log: PoolLog
     ) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
-        super().__init__(model, max_rows, built.ragged)
+        super().__init__(model, log, max_rows, built.ragged)
         self.pool = pool
         self._copier = Copier(len(os.sched_getaffinity(0)))
         self.weights = WeightStore(specs_of(built.weights), _slots, self._copier)

@@ -4,7 +4,6 @@ asyncio is imported by the coroutines alone: it is a sixth of the package's impo
 none.
 """
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +43,9 @@ from mcinfer.errors import (
     ReadyTimeoutError,
     is_refusal,
 )
+from mcinfer.logs import PoolLog
 from mcinfer.machine import usable_memory, whole_cpus
-from mcinfer.private import SerializableModel, fill_streams, model_file
+from mcinfer.private import SerializableModel, fill_streams, model_file, model_name
 from mcinfer.protocol import Build, encode
 from mcinfer.requests.learning import Learner
 from mcinfer.requests.planner import Place, Planner
@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from mcinfer.inline import InlineAnswers, InlinePool
 
 __tracebackhide__ = is_refusal
-
-_log = logging.getLogger("mcinfer.master")
 
 _NO_AXES = (None, None)
 
@@ -123,6 +121,7 @@ class Master:
             `submit`, `map` and `predict_async`. None: with ONNX Runtime one for each usable core, or
             `EngineOptions.concurrent_runs`; with others `EngineOptions.streams`. Where it is more than one, a
             run has one thread of the runtime's, unless `EngineOptions.threads` says more.
+        label: The model's name in records of the log, such as ``"encoder/3"``; empty for that of its file.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -151,9 +150,11 @@ class Master:
         verify: Verify = "first",
         parallel: Parallel | None = None,
         inline_threads: int | None = None,
+        label: str = "",
     ) -> None:
         for name, value, kind in (
             ("engine", engine, str),
+            ("label", label, str),
             ("options", options, EngineOptions),
             ("timeouts", timeouts, Timeouts),
             ("restart", restart, RestartPolicy),
@@ -181,8 +182,6 @@ class Master:
             cores=sorted(os.sched_getaffinity(0)),
             cpus=whole_cpus(),
         )
-        if self._plan.warning:
-            _log.warning("%s", self._plan.warning)
         self._engine = engine
         self._timeouts = timeouts
         self._limits = limits
@@ -201,6 +200,10 @@ class Master:
         try:
             fill_streams()
             self._path, self._in_memory = model_file(model)
+            on = [str(process.device) for process in self._plan.processes]
+            self._log = PoolLog(label or model_name(self._path), on)
+            if self._plan.warning:
+                self._log.warning("%s", self._plan.warning)
             self._loop = self._open_pool(rules, options)
             self._inbox, self._supervision = self._loop.inbox, self._loop.supervision
         except OSError as exc:  # no descriptor is left
@@ -219,11 +222,14 @@ class Master:
             # An engine comes into this process in this way alone.
             from mcinfer.inline import InlinePool
 
-            return InlinePool(self._path, self._engine, options, self._plan, rules, trace)
+            return InlinePool(
+                self._path, self._engine, options, self._plan, rules, self._log, trace
+            )
         return Loop(
             _builds(self._plan, self._path, self._engine, options),
             rules,
             self._limits.memory_bytes or usable_memory() // 2,
+            self._log,
             trace=trace,
             open_place=_open_place,
             share=_share,
@@ -275,6 +281,7 @@ class Master:
                 threads=self._waiting,
                 said=self._said,
                 verify=self._verify,
+                log=self._log,
                 engine=self._engine,
                 identity=built.model,
                 whole=whole,
@@ -499,8 +506,14 @@ class Master:
             ClosedError: The master is not started, or closed.
         """
         axes = (batch_axes, output_axes)
-        call = self._call(inputs, timeout, axes, shards, priority, outputs, outputs_on, "predict")
-        return self._answer(call)
+        try:
+            call = self._call(
+                inputs, timeout, axes, shards, priority, outputs, outputs_on, "predict"
+            )
+            return self._answer(call)
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
 
     def _predict_cancellable(
         self,
@@ -510,9 +523,13 @@ class Master:
         offer: Callable[[Callable[[], object]], object],
     ) -> Arrays:
         """`predict`, for `mcinfer.ort`, which `CancelledError` ends; `offer` is that of a `Call`."""
-        call = self._call(inputs, None, _NO_AXES, None, 0, outputs, outputs_on)
-        call.offer = offer
-        return self._answer(call)
+        try:
+            call = self._call(inputs, None, _NO_AXES, None, 0, outputs, outputs_on)
+            call.offer = offer
+            return self._answer(call)
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
 
     def submit(
         self,
@@ -542,13 +559,17 @@ class Master:
             McinferError: InvalidInputError, QueueFullError, MissingDependencyError or ClosedError as
                 `predict`, before the request is queued.
         """
-        call = self._call(
-            inputs, timeout, (batch_axes, output_axes), 1, priority, outputs, outputs_on
-        )
+        call: Call | None = None
         try:
+            axes = (batch_axes, output_axes)
+            call = self._call(inputs, timeout, axes, 1, priority, outputs, outputs_on)
             return self._learner.submit(call)
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
         finally:
-            call.weights = NO_WEIGHTS
+            if call is not None:
+                call.weights = NO_WEIGHTS
 
     def map(
         self,
@@ -600,12 +621,12 @@ class Master:
         The event loop's thread checks and copies the inputs before the first wait, to ordinary memory if no
         shared memory is free. Arrays from `allocate`, and tensors on cards, are borrowed until it is done.
         """
-        call = self._call(
-            inputs, timeout, (batch_axes, output_axes), shards, priority, outputs, outputs_on
-        )
-        call.keeps = True
+        call: Call | None = None
         future: OutcomeFuture[Arrays] | None = None
         try:
+            axes = (batch_axes, output_axes)
+            call = self._call(inputs, timeout, axes, shards, priority, outputs, outputs_on)
+            call.keeps = True
             if not call.split_state.splits and self._learner.may_look(call):
                 return await self._answer_in_thread(call, partial(self._answer, call))
             try:
@@ -622,14 +643,18 @@ class Master:
                 )
             return await future.answer()
         except PredictError as exc:
-            if not call.may_be_rescued:
+            if call is None or not call.may_be_rescued:
                 raise
             answer = await self._answer_in_thread(call, partial(self._learner.rescue, call, exc))
             if answer is None:
                 raise
             return answer
+        except McinferError as exc:
+            self._inbox.note_refusal(exc)
+            raise
         finally:
-            call.weights = NO_WEIGHTS
+            if call is not None:
+                call.weights = NO_WEIGHTS
             future = None  # as in `predict`
 
     async def _answer_in_thread(self, call: Call, answer: Callable[[], _T]) -> _T:

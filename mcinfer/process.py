@@ -238,9 +238,6 @@ def describe_exit(code: int) -> str:
 ORPHANED = 70
 """Exit status of a process whose parent is gone: EX_SOFTWARE of sysexits.h."""
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-"""Of records that mcinfer itself prints: the command line's, and those of workers."""
-
 
 def watch_parent(pid: int, channel: int) -> None:
     """Start a daemon thread that ends this process as soon as its parent is gone.

@@ -5,10 +5,10 @@ All times are float seconds of `time.monotonic`, which all processes of the mach
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mcinfer.errors import InvalidInputError, McinferError, say_once
+from mcinfer.errors import REFUSALS, InvalidInputError, McinferError, Refusal, say_once
 
 _RENARD = "1 1.12 1.25 1.4 1.6 1.8 2 2.24 2.5 2.8 3.15 3.55 4 4.5 5 5.6 6.3 7.1 8 9"
 """The preferred numbers R20 of ISO 3: each is 11 to 14.3 % more than the one before."""
@@ -177,6 +177,9 @@ class Statistics:
         cards: One entry per card that requests or `Master.allocate` had tensors on.
         join_gain: How many times as fast as requests apart joined ones were answered in the last comparison,
             for each row; below 1.05 they go apart. NaN before, and without `max_batch_size`.
+        refused: Requests that were not accepted, by reason, which are in no other count: ``"queue_full"``
+            and ``"memory"`` are the limits (`Limits`), ``"no_worker"``: none serves, and the restart budget
+            is spent, ``"too_large"``: more bytes than there may ever be, ``"invalid"``: it does not fit.
     """
 
     accepted: int
@@ -196,6 +199,7 @@ class Statistics:
     workers: tuple[WorkerStatistics, ...]
     cards: tuple[CardStatistics, ...] = ()
     join_gain: float = math.nan
+    refused: Mapping[Refusal, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
 
     def __repr__(self) -> str:
         half, most = (self.latency.quantile(part) * 1e3 for part in (0.5, 0.99))
@@ -204,6 +208,7 @@ class Statistics:
         )
         outcomes = f"{self.succeeded} succeeded, {self.failed} failed, {self.cancelled} cancelled"
         waiting = f"{self.in_flight} in flight, {self.queued} of them queued"
+        refused = ", ".join(f"{n} {reason}" for reason, n in self.refused.items() if n)
         sizes, gain = self.batch_sizes, self.join_gain
         runs = f"{sizes.count} runs of {sizes.total / (sizes.count or 1):.3g} rows"
         runs += "" if math.isnan(gain) else f"; joined {gain:.2f} times as fast as apart"
@@ -228,6 +233,7 @@ class Statistics:
             (
                 str(self.health),
                 f"{self.accepted} requests: {outcomes}, {waiting}{within}",
+                *([f"refused before: {refused}"] if refused else []),
                 runs,
                 f"{used:.1f} MB of shared memory in use, {reserved:.1f} MB reserved",
                 *lines,
@@ -281,6 +287,7 @@ class RequestTrace:
         settled: When its last piece was answered, or the request failed.
         joined: When its outputs were ready for the caller.
         shards: The run of each piece that was answered.
+        label: The model, as the master's log names it.
     """
 
     request: int
@@ -292,6 +299,7 @@ class RequestTrace:
     settled: float
     joined: float
     shards: tuple[ShardTrace, ...]
+    label: str = ""
 
 
 TraceHook = Callable[[RequestTrace], None]

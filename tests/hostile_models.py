@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
+
+from tests.text_models import text_model
 
 SECRET = 7.5
 """The content of a file outside the model's folder, which would show in an answer."""
@@ -46,31 +48,16 @@ def outside(location: str, dims: Sequence[int] = (4,), **entries: object) -> Ten
     return made
 
 
-def model(
-    nodes: Sequence[NodeProto], *weights: TensorProto, output: str = "y", domain: str = ""
-) -> bytes:
-    """A model of float[batch, 4] x that gives float[batch, 4], with operators of one more domain."""
-    value = helper.make_tensor_value_info
-    shape: list[str | int | None] = ["batch", 4]
-    graph = helper.make_graph(
-        nodes, "g", [value("x", _FLOAT, shape)], [value(output, _FLOAT, shape)], [*weights]
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    if domain:
-        opsets.append(helper.make_opsetid(domain, 1))
-    content: bytes = helper.make_model(
-        graph, ir_version=8, opset_imports=opsets
-    ).SerializeToString()
-    return content
+def model(body: str, *weights: TensorProto) -> bytes:
+    """A model of float[batch, 4] x that gives float[batch, 4] y, by nodes as text."""
+    made = text_model(f"(float[batch,4] x) => (float[batch,4] y) {{ {body} }}")
+    made.graph.initializer.extend(weights)
+    return bytes(made.SerializeToString())
 
 
 def adding(weight: TensorProto) -> bytes:
     """y = x + w."""
-    return model([helper.make_node("Add", ["x", "w"], ["y"])], weight)
-
-
-def constant(name: str, *values: int) -> TensorProto:
-    return numpy_helper.from_array(np.array(values, np.int64), name)
+    return model("y = Add(x, w)", weight)
 
 
 def _file(content: bytes | Callable[[], bytes]) -> Callable[[Path], Path]:
@@ -159,16 +146,18 @@ UNREADABLE = [
 
 def _summing(weight: TensorProto) -> bytes:
     """y = x + the sum of a weight of any shape, so that only its data can be wrong."""
-    nodes = [
-        helper.make_node("ReduceSum", ["w"], ["sum"], keepdims=0),
-        helper.make_node("Add", ["x", "sum"], ["y"]),
-    ]
-    return model(nodes, weight)
+    return model("sum = ReduceSum<keepdims=0>(w)  y = Add(x, sum)", weight)
 
 
 def _named(operator: str, output: str = "y", domain: str = "") -> bytes:
-    node = helper.make_node(operator, ["x"], [output], domain=domain)
-    return model([node], output=output, domain=domain)
+    """A model of one node with these names."""
+    made = text_model("(float[batch,4] x) => (float[batch,4] y) { y = Relu(x) }")
+    if domain:
+        made.opset_import.add(domain=domain, version=1)
+    [node] = made.graph.node
+    node.op_type, node.domain = operator, domain
+    node.output[0] = made.graph.output[0].name = output
+    return bytes(made.SerializeToString())
 
 
 MALFORMED = [
@@ -192,35 +181,28 @@ MALFORMED = [
 
 def bomb() -> bytes:
     """y = x + a sum of 2**32 ones, by doubling one of them 32 times; constants are computed on loading."""
-    nodes = [helper.make_node("Concat", [f"c{i}"] * 2, [f"c{i + 1}"], axis=0) for i in range(32)]
-    nodes += [
-        helper.make_node("ReduceSum", ["c32"], ["sum"]),
-        helper.make_node("Add", ["x", "sum"], ["y"]),
-    ]
-    return model(nodes, numpy_helper.from_array(np.ones(1, np.float32), "c0"))
+    body = " ".join(f"c{i + 1} = Concat<axis=0>(c{i}, c{i})" for i in range(32))
+    one = numpy_helper.from_array(np.ones(1, np.float32), "c0")
+    return model(f"{body} sum = ReduceSum(c32) y = Add(x, sum)", one)
 
 
 def run_bomb() -> bytes:
     """y = x + a sum of as many zeros as the largest x says."""
-    nodes = [
-        helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0),
-        helper.make_node("Cast", ["most"], ["count"], to=TensorProto.INT64),
-        helper.make_node("Reshape", ["count", "one"], ["shape"]),
-        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
-        helper.make_node("ReduceSum", ["zeros"], ["sum"], keepdims=0),
-        helper.make_node("Add", ["x", "sum"], ["y"]),
-    ]
-    return model(nodes, constant("one", 1))
+    one = numpy_helper.from_array(np.array([1]), "one")
+    return model(
+        """most = ReduceMax<keepdims=0>(x)  count = Cast<to=7>(most)  shape = Reshape(count, one)
+        zeros = ConstantOfShape(shape)  sum = ReduceSum<keepdims=0>(zeros)  y = Add(x, sum)""",
+        one,
+    )
 
 
 def growing(megabytes: int) -> bytes:
     """A model of a few bytes whose optimised form has so many megabytes."""
-    nodes = [
-        helper.make_node("ConstantOfShape", ["shape"], ["zeros"]),
-        helper.make_node("Add", ["zeros", "one"], ["ones"]),
-        helper.make_node("MatMul", ["x", "ones"], ["wide"]),
-        helper.make_node("ReduceMax", ["wide"], ["most"], axes=[1]),
-        helper.make_node("Add", ["x", "most"], ["y"]),
-    ]
+    shape = numpy_helper.from_array(np.array([4, megabytes << 16]), "shape")
     one = numpy_helper.from_array(np.array(1, np.float32), "one")
-    return model(nodes, constant("shape", 4, megabytes << 16), one)
+    return model(
+        """zeros = ConstantOfShape(shape)  ones = Add(zeros, one)  wide = MatMul(x, ones)
+        most = ReduceMax<axes=[1]>(wide)  y = Add(x, most)""",
+        shape,
+        one,
+    )

@@ -3,8 +3,9 @@
 Each rank's graph is cut at its collectives, which NumPy computes; what lies between runs in ONNX Runtime.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -14,7 +15,14 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from mcinfer.ranks.slicing.graphs import BITS, values_used
 from mcinfer.ranks.slicing.pipeline import Stage
-from mcinfer.ranks.slicing.tensor import TensorSlices
+from mcinfer.ranks.slicing.tensor import (
+    CollectiveNode,
+    ShardedWeight,
+    StageReport,
+    TensorSlices,
+    WholeWeight,
+    slice_tensor,
+)
 from mcinfer.ranks.slicing.weights import Recipe
 
 Arrays = dict[str, NDArray[Any]]
@@ -76,6 +84,57 @@ def run_slices(models: Sequence[ModelProto], feeds: Mapping[str, NDArray[Any]]) 
     _run(models, waiting, len(models[0].graph.node), values)
     names = [x.name for x in models[0].graph.output]
     return [{name: own[name] for name in names} for own in values]
+
+
+class Cut(NamedTuple):
+    """What was cut, and the bytes of the weights of the whole and of each rank."""
+
+    sharded: Sequence[ShardedWeight]
+    whole: Sequence[WholeWeight]
+    collectives: Sequence[CollectiveNode]
+    weight_bytes: int
+    rank_bytes: int
+
+
+def check_ranks(
+    model: ModelProto, ranks: int = 2, *, slices: TensorSlices | None = None, **sizes: int
+) -> Cut:
+    """Ranks give the same bits, and what the whole model gives; symbols have size 3 unless given."""
+    rng = np.random.default_rng(1)
+    feeds: Arrays = {}
+    for x in model.graph.input:
+        tensor = x.type.tensor_type
+        shape = [dim.dim_value or sizes.get(dim.dim_param, 3) for dim in tensor.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+        if dtype.kind == "i":
+            feeds[x.name] = rng.integers(0, 16, shape).astype(dtype)
+        else:
+            feeds[x.name] = rng.standard_normal(shape).astype(dtype)
+    before = model.SerializeToString(deterministic=True)
+    slices = slices or slice_tensor(model, ranks)
+    assert model.SerializeToString(deterministic=True) == before
+    models = models_of(slices)
+    found = run_slices(models, feeds)
+    for name, expected in run_whole(model, feeds).items():
+        got = found[0][name]
+        assert got.dtype == expected.dtype
+        assert got.shape == expected.shape
+        tolerance = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3}[got.dtype.name]
+        assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
+        for other in found[1:]:
+            assert other[name].tobytes() == got.tobytes()
+    rank_bytes = {_bytes(rank) for rank in models}
+    assert len(rank_bytes) == 1
+    report = slices.report
+    return Cut(report.sharded, report.whole, report.collectives, _bytes(model), rank_bytes.pop())
+
+
+def _bytes(model: ModelProto) -> int:
+    return sum(numpy_helper.to_array(x).nbytes for x in model.graph.initializer)
+
+
+def operators(report: Cut | StageReport) -> dict[str, int]:
+    return Counter(node.operator for node in report.collectives)
 
 
 def check_stages(model: ModelProto, stages: Sequence[Stage], inputs: Arrays) -> None:

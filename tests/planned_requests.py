@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import ProtocolError
+from mcinfer.logs import PoolLog
 from mcinfer.protocol import Predict, Reply, TensorRef, decode, encode
 from mcinfer.requests.frames import IdleFrames, Lease
 from mcinfer.requests.lent_blocks import LentBlocks
@@ -37,6 +38,9 @@ Array = NDArray[Any]
 Value = tuple[str, Sequence[Dimension]]
 
 
+A_POOL = PoolLog("a pool", ["cpu:0"])
+
+
 def specs(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name=name, dtype=numpy_dtype(element_type), shape=tuple(shape))
@@ -58,7 +62,7 @@ def floats(
 def known(spec: ModelSpec, inputs: Axes | None = None, outputs: Axes | None = None) -> SplitState:
     """What the user says of a model, and its symbols declare, believed without a check."""
     said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
-    return Splitter(spec, said, verify="never").state
+    return Splitter(spec, said, A_POOL, verify="never").state
 
 
 def planner_of(
@@ -71,7 +75,7 @@ def planner_of(
 ) -> Planner:
     """A planner that gets memory at once or not at all, and queues nothing."""
     place = HostPlace(arena, allocate or (lambda sizes, _: arena.allocate_all(sizes)), IdleFrames())
-    return Planner(spec, place, cast("Inbox", None), max_rows=max_rows, weights=weights)
+    return Planner(spec, place, cast("Inbox", None), max_rows=max_rows, weights=weights, log=A_POOL)
 
 
 def request_of(
@@ -112,7 +116,7 @@ PLAIN = model(
     {"x": ("float32", ["batch", 3]), "w": ("float32", [2])}, {"y": ("float32", ["batch", 3])}
 )
 DECLARED = known(PLAIN)
-_SPLITTER = Splitter(PLAIN, SaidAxes(), verify="never")
+_SPLITTER = Splitter(PLAIN, SaidAxes(), A_POOL, verify="never")
 X = np.ones((4, 3), np.float32)
 W = np.ones(2, np.float32)
 

@@ -118,44 +118,6 @@ def mlp(folder: Path, ranks: int, *, layers: int = 3, width: int = 16) -> Sliced
     return Sliced(whole=whole, slices=slices)
 
 
-def attention(folder: Path, ranks: int, *, heads: int = 4, width: int = 16) -> Sliced:
-    """Self-attention; each rank has some of the heads. The queries are gathered, as an output."""
-    weights = normal_weights(11, **dict.fromkeys("qkvo", (width, width)), bias=(width,))
-
-    def text(total: str, joined: str) -> str:
-        perms = {"q": "0,2,1,3", "k": "0,2,3,1", "v": "0,2,1,3"}
-        turned = "".join(
-            f"""{name}1 = MatMul(x, {name})  {name}2 = Reshape({name}1, by_head)
-            {name}3 = Transpose<perm=[{perm}]>({name}2)
-            """
-            for name, perm in perms.items()
-        )
-        shape = f"float[batch,length,{width}]"
-        return f"""({shape} x) => ({shape} y, {shape} queries) {{
-            size = Shape<end=2>(x)
-            {turned}
-            scores = MatMul(q3, k3)  weights = Softmax<axis=-1>(scores)  mixed = MatMul(weights, v3)
-            mixed2 = Transpose<perm=[0,2,1,3]>(mixed)  joined_shape = Concat<axis=0>(size, rest)
-            mixed3 = Reshape(mixed2, joined_shape)  part = MatMul(mixed3, o)
-            sum = {total}(part)  queries = {joined}(q1)  biased = Add(sum, bias)  y = Add(biased, x)
-        }}"""
-
-    def parts(rank: int, count: int) -> dict[str, Any]:
-        """The weights of one of so many ranks."""
-        columns = {name: np.split(weights[name], count, 1)[rank].copy() for name in "qkv"}
-        shapes = {
-            "by_head": np.array([0, 0, heads // count, width // heads]),
-            "rest": np.array([-1]),
-        }
-        return weights | columns | {"o": np.split(weights["o"], count)[rank].copy()} | shapes
-
-    whole = save(folder / "whole.onnx", text("Identity", "Identity"), parts(0, 1))
-    cut = text("AllReduce", f"AllGather<group_size={ranks}, axis=-1>")
-    return Sliced(
-        whole=whole, slices=save_ranks(folder, cut, [parts(rank, ranks) for rank in range(ranks)])
-    )
-
-
 FRAGILE_PLACES = 3
 """Segments of each stage of `fragile`."""
 

@@ -21,7 +21,7 @@ from mcinfer.requests.splitting import SplitState, Splitter
 from mcinfer.requests.tensors import difference, join_parts
 from mcinfer.sharding import Axes, SaidAxes, Split, cut_batch
 from mcinfer.specs import ModelSpec
-from tests.planned_requests import floats
+from tests.planned_requests import A_POOL, floats
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -59,7 +59,7 @@ class Model:
     ) -> None:
         said = SaidAxes(inputs=inputs or {}, outputs=outputs or {})
         self.records: list[Split | None] = []
-        self.splitter = Splitter(spec, said, record=self.records.append, **options)
+        self.splitter = Splitter(spec, said, A_POOL, record=self.records.append, **options)
         self.runs = self.split_runs = 0
         self.before: Callable[[int, Inputs], None] = lambda *_: None
         self.spec = spec

@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 
 from mcinfer.cards.cuda import Card
@@ -30,7 +29,7 @@ from mcinfer.specs import ModelSpec, TensorSpec
 from tests.emulated_cards import emulated_cards
 from tests.engine_requests import engine_request
 from tests.process.scripts import printed
-from tests.text_models import text_model
+from tests.sliced_models import save
 
 CARD_BYTES = 32 << 20
 FIRST, SECOND = Device("cuda", 0), Device("cuda", 1)
@@ -358,7 +357,7 @@ def test_worker_of_a_cpu_imports_nothing_of_cards() -> None:
 def test_weights_that_cannot_be_read_leave_the_card_as_it_was(
     cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = saved_outside(tmp_path, "first.onnx", 1024)
+    model = save(tmp_path / "first.onnx", "() => () {}", {"w": (1024,)}, external=True)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(BuildError, match="ends within the weight 'w'"):
         _SharedWeights(None).give(cards[0], model)  # the error holds its frames
@@ -367,7 +366,10 @@ def test_weights_that_cannot_be_read_leave_the_card_as_it_was(
 
 
 def test_weights_of_another_model_are_not_opened(cards: Cards, tmp_path: Path) -> None:
-    first, second = (saved_outside(tmp_path, f"{n}.onnx", n) for n in (1024, 2048))
+    first, second = (
+        save(tmp_path / f"{n}.onnx", "() => () {}", {"w": (n,)}, external=True)
+        for n in (1024, 2048)
+    )
     made = _SharedWeights(None)
     made.give(cards[0], first)
     assert made.block is not None
@@ -378,13 +380,6 @@ def test_weights_of_another_model_are_not_opened(cards: Cards, tmp_path: Path) -
         shared.give(cards[0], second)
     shared.close()
     made.block.close()
-
-
-def saved_outside(folder: Path, name: str, count: int) -> Path:
-    """A model whose weight w, of so many float32, lies in a file beside it."""
-    model, path = text_model("() => () {}", {"w": np.ones(count, np.float32)}), folder / name
-    onnx.save(model, path, save_as_external_data=True, location=f"{name}.data", size_threshold=0)
-    return path
 
 
 def build(workers: int = 2, **options: str) -> Build:

@@ -17,7 +17,7 @@ import pytest
 from mcinfer.cards.cuda import Card
 from mcinfer.cards.tensors import CardMemory, open_memory, place_of
 from mcinfer.config import Device
-from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError, QueueFullError
+from mcinfer.errors import InvalidInputError, PredictError, PredictTimeoutError
 from mcinfer.protocol import TensorRef
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.planner import HostPlace, Inbox, Planner
@@ -27,6 +27,7 @@ from mcinfer.shm.arena import Arena, BlockNeededError, SharedBlock, Slot
 from mcinfer.specs import ModelSpec, tensor_bytes
 from tests.emulated_cards import busy, emulated_cards
 from tests.planned_requests import (
+    A_POOL,
     DECLARED,
     MIB,
     PLAIN,
@@ -70,7 +71,7 @@ class Pool:
         self._numbers = itertools.count()
         self.arena = Arena(LIMIT, numbers=self._numbers)
         place = HostPlace(self.arena, self.allocate, IdleFrames())
-        self.planner = Planner(self.model, place, cast("Inbox", self), max_rows=8)
+        self.planner = Planner(self.model, place, cast("Inbox", self), max_rows=8, log=A_POOL)
 
     def allocate(
         self, sizes: Any, _: float, arena: Arena | None = None, block: SharedBlock | None = None
@@ -287,21 +288,6 @@ def test_producer_lets_go_in_the_delivery_thread(make: Make) -> None:
     assert (held, after) == (before + 1, before)
 
 
-def test_caller_waits_for_nothing_while_its_stream_is_busy(make: Make) -> None:
-    pool = make()
-    card = pool.place(Device("cuda", 0))
-    own = pool.empty("cuda:0", 4)
-    foreign = pool.cupy.empty((4, 3), np.float32)
-    with pool.cupy.cuda.Stream(non_blocking=True) as stream, busy(stream):
-        own.set(X)
-        foreign.set(X + 1)
-        requests = [pool.request(own, W), pool.request(foreign, W)]
-        with pytest.raises(TimeoutError):
-            card.card.synchronize(0.0)  # behind the caller's stream
-    for request, expected in zip(requests, (2 * X, 2 * X + 2), strict=True):
-        np.testing.assert_array_equal(pool.answer(request)["y"], expected)
-
-
 def test_results_memory_is_written_again_only_after_the_default_stream_has_read_it(
     make: Make,
 ) -> None:
@@ -316,14 +302,6 @@ def test_results_memory_is_written_again_only_after_the_default_stream_has_read_
             card.synchronize(0.0)
     pool.answer(request)
     np.testing.assert_array_equal(copy.get(), 2 * X)
-
-
-def test_memory_limit_of_a_card_is_reached_and_names_it(make: Make) -> None:
-    pool = make(limit=2 * MIB)
-    held = pool.empty("cuda:0", 3 * MIB // 24)
-    with pytest.raises(QueueFullError, match=r"bytes of memory of cuda:0 wanted"):
-        pool.request(np.zeros((MIB // 12, 3), np.float32), W, on="cuda:0")
-    assert held.shape == (3 * MIB // 24, 3)
 
 
 def test_results_are_copied_out_where_callers_hold_much_of_the_limit(make: Make) -> None:

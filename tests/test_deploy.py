@@ -1,8 +1,6 @@
 """The files of deploy/ agree with each other, with the page on Kubernetes, and with `mcinfer serve`."""
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,8 @@ import typer.main
 import yaml
 
 from mcinfer.cli.app import make_app
-from tests.dockerfiles import ROOT, command_of, copies, values
+from tests.dockerfiles import ROOT, command_of, values
+from tests.process.scripts import blocks
 
 pytestmark = pytest.mark.thorough
 
@@ -19,8 +18,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text("utf-8")
 [COMPOSE] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"].values()
 DEPLOYMENT, SERVICE = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8"))
 POD = DEPLOYMENT["spec"]["template"]["spec"]
-KUBERNETES_PAGE = (ROOT / "docs" / "howto" / "kubernetes.md").read_text("utf-8")
-[INFERENCE_SERVICE] = re.findall(r"^```yaml\n(.*?)^```$", KUBERNETES_PAGE, re.M | re.S)
+[INFERENCE_SERVICE] = blocks(ROOT / "docs" / "howto" / "kubernetes.md", "yaml")
 KSERVE = yaml.safe_load(INFERENCE_SERVICE)["spec"]["predictor"]
 CONTAINERS = [POD["containers"][0], KSERVE["containers"][0]]
 
@@ -53,11 +51,7 @@ def probes(container: dict[str, Any]) -> Iterator[tuple[str, int]]:
             yield asked["path"], names.get(asked["port"], asked["port"])
 
 
-def test_dockerfile_copies_what_the_repository_has_and_the_context_keeps() -> None:
-    ignored = (ROOT / ".dockerignore").read_text("utf-8").split()
-    for name, _ in copies(DOCKERFILE):
-        assert (ROOT / name).exists()
-        assert not any(Path(name).match(pattern) for pattern in ignored)
+def test_source_has_the_files_of_deploy_and_the_context_is_the_repository() -> None:
     manifest = (ROOT / "MANIFEST.in").read_text("utf-8").splitlines()
     assert "graft deploy" in manifest
     assert ".dockerignore" in manifest[0].split()

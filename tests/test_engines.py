@@ -5,6 +5,7 @@ import gzip
 import json
 import pickle
 import re
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -27,13 +28,12 @@ from mcinfer.engines.base import (
     ArrayEngine,
     Buffer,
     Engine,
-    EngineRequest,
     Produced,
     RunCancelledError,
     Strings,
     run_on_arrays,
 )
-from mcinfer.errors import BuildError, InvalidInputError, PredictError
+from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, PredictError
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.specs import (
     ELEMENT_TYPES,
@@ -45,7 +45,6 @@ from mcinfer.specs import (
 )
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, packed, rows
-from tests.process.scripts import printed
 from tests.text_models import text_model
 
 HAS_CUDA = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -67,17 +66,13 @@ def type_name(element_type: str) -> str:
     return str(TensorProto.DataType.Name(ELEMENT_TYPES[element_type].onnx)).lower()
 
 
-def request(model: str, device: str = "cpu:0", **options: Any) -> EngineRequest:
-    return engine_request(model, device, **options)
-
-
 def open_ort(model: str, device: str = "cpu:0", **options: Any) -> Engine:
-    return open_engine("onnxruntime", request(model, device, **options))
+    return open_engine("onnxruntime", engine_request(model, device, **options))
 
 
 def open_fake(path: Path, **model: Any) -> Engine:
     path.write_text(json.dumps(model))
-    return open_engine("fake", request(str(path)))
+    return open_engine("fake", engine_request(str(path)))
 
 
 # What every engine promises: a model of y = 2 x + 1 and n, whose shape is known only to the engine.
@@ -192,7 +187,7 @@ def test_engine_or_device_that_there_is_not_is_a_build_error(
     affine_model: str, engine: str, device: str, text: str
 ) -> None:
     with pytest.raises(BuildError, match=f"^{text}"):
-        open_engine(engine, request(affine_model, device))
+        open_engine(engine, engine_request(affine_model, device))
 
 
 def test_model_whose_names_fill_a_message_is_refused(tmp_path: Path) -> None:
@@ -205,9 +200,6 @@ def test_model_whose_names_fill_a_message_is_refused(tmp_path: Path) -> None:
             inputs=[[name, "float32", ["batch"]]],
             outputs=[["y", "float32", ["batch"], {"from": name}]],
         )
-
-
-# The fake engine.
 
 
 # Cancelling.
@@ -285,7 +277,7 @@ def test_card_executes_one_run_at_a_time(affine_model: str) -> None:
 def test_runs_at_once_share_the_threads_of_their_worker(
     affine_model: str, given: dict[str, Any], threads: int
 ) -> None:
-    wanted = request(affine_model, threads=None, **given)
+    wanted = engine_request(affine_model, threads=None, **given)
     wanted = replace(wanted, share=CoreShare(cores=(0, 1, 2, 3)))
     engine: Any = open_engine("onnxruntime", wanted)
     assert engine.session.get_session_options().intra_op_num_threads == threads
@@ -682,36 +674,22 @@ def test_precision_is_refused_by_engines_that_cannot_change_it(affine_model: str
     for name in ("onnxruntime", "fake"):
         words = f"^precision: got 'bf16', but the engine {name} computes in the model's own types"
         with pytest.raises(BuildError, match=words):
-            open_engine(name, request(affine_model, precision="bf16"))
+            open_engine(name, engine_request(affine_model, precision="bf16"))
 
 
-# Without the runtime.
-
-WITHOUT = """
-import sys
-from mcinfer.config import Device
-from mcinfer.engines.adapters import open_engine
-from mcinfer.engines.base import EngineRequest
-from mcinfer.errors import MissingDependencyError
-for name in ("onnxruntime", "openvino", "mindspore", "mindspore_lite"):
-    sys.modules[name] = None
-    try:
-        open_engine(name, EngineRequest(model="m", device=Device("cpu", 0)))
-    except MissingDependencyError as exc:
-        print(exc)
-"""
-
-
-def test_without_the_runtime_the_error_says_what_to_install() -> None:
-    for said, name, install in zip(
-        printed(WITHOUT).splitlines(),
-        ("onnxruntime", "openvino", "mindspore", "mindspore_lite"),
-        (
-            r"onnxruntime-gpu.*pip install .onnxruntime>=",
-            r"pip install .openvino>=",
-            r"pip install .mindspore>=",
-            "https://www.mindspore.cn/lite",
-        ),
-        strict=True,
-    ):
-        assert re.search(f"engine {name} needs .*{install}", said)
+@pytest.mark.parametrize(
+    ("engine", "command"),
+    [
+        ("onnxruntime", "onnxruntime-gpu.*pip install .onnxruntime>="),
+        ("openvino", "pip install .openvino>="),
+        ("mindspore", "pip install .mindspore>="),
+        ("mindspore_lite", "https://www.mindspore.cn/lite"),
+    ],
+)
+def test_without_the_runtime_the_error_says_what_to_install(
+    engine: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"mcinfer.engines._{engine}", raising=False)
+    monkeypatch.setitem(sys.modules, engine, None)
+    with pytest.raises(MissingDependencyError, match=f"^engine {engine} needs .*{command}"):
+        open_engine(engine, engine_request("model"))

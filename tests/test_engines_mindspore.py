@@ -6,8 +6,6 @@ the first to import it.
 
 import importlib.util
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +20,7 @@ from mcinfer.errors import BuildError, InvalidInputError, PredictError
 from mcinfer.specs import Dimension, TensorSpec
 from tests.engine_requests import engine_request
 from tests.engine_tensors import buffer, content, rows
-
-ROOT = Path(__file__).parents[1]
+from tests.process.scripts import run_python
 
 with_mindspore = pytest.mark.skipif(
     importlib.util.find_spec("mindspore") is None, reason="MindSpore is not installed"
@@ -118,14 +115,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mindir")
     script = folder / "export.py"
     script.write_text(EXPORT)
-    run = subprocess.run(
-        [sys.executable, str(script), str(folder), *TYPES],
-        cwd=folder,
-        env={**os.environ, "GLOG_v": "3"},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    run = run_python(script, folder, *TYPES, cwd=folder, env={"GLOG_v": "3"})
     assert run.returncode == 0, run.stderr
     return folder
 
@@ -326,17 +316,10 @@ for other in (dict(threads=3), dict(inter_op_threads=7)):
 
 
 @with_mindspore
-def test_threads_are_fixed_for_the_process(models: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("GLOG_v", "OMP_NUM_THREADS")}
-    run = subprocess.run(
-        [sys.executable, "-c", THREADS, str(models / "affine.mindir")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
+def test_threads_are_fixed_for_the_process(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOG_v", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    run = run_python("-c", THREADS, models / "affine.mindir")
     variables, *refused = run.stdout.splitlines()
     assert variables == "2 3"
     assert len(refused) == 2

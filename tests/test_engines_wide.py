@@ -1,6 +1,7 @@
 """Tests of mcinfer/engines/wide.py, with engines whose runs take the time that a test says."""
 
 import os
+import resource
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mcinfer.config import CoreShare
+from mcinfer.engines import wide
 from mcinfer.engines.base import BoundRun, Buffer, Engine, OutOfMemoryError, Produced, Strings
 from mcinfer.engines.wide import WideEngine
 from mcinfer.errors import PredictError
@@ -104,10 +106,24 @@ def alone(run: BoundRun, times: int = 1) -> list[bool]:
     return were
 
 
-@pytest.mark.usefixtures("no_more_threads")
-def test_worker_that_gets_no_thread_keeps_to_its_share(pair: Pair) -> None:
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """A limit that does not hold twice what this process has."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(1.5 * wide._memory_bytes()), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@pytest.mark.parametrize("lack", ["no_more_threads", "little_memory"])
+def test_worker_that_lacks_a_thread_or_memory_keeps_to_its_share(
+    pair: Pair, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, lack: str
+) -> None:
+    request.getfixturevalue(lack)
+    caplog.set_level("DEBUG", "mcinfer")
     run = pair.engine.bind((), ())
     assert alone(run, 2) == [False, False]
+    assert ("memory limit may not hold" in caplog.text) == (lack == "little_memory")
     assert not pair.engine.is_open
     assert not pair.engine.on_pool
 

@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 
 from mcinfer import PredictTimeoutError, RequestTrace, ShardTrace, __version__
 from mcinfer.errors import McinferError
-from mcinfer.exporters.opentelemetry import request_spans
+from mcinfer.exporters.opentelemetry import join_trace, request_spans
 
 
 def shard(index: int, called: float, pid: int | None = 77) -> ShardTrace:
@@ -41,6 +41,7 @@ def request(called: float, **changes: object) -> RequestTrace:
         "settled": called + 0.7,
         "joined": called + 0.8,
         "shards": (shard(0, called), shard(1, called, None)),
+        "label": "encoder/3",
         **changes,
     }
     return RequestTrace(**values)  # type: ignore[arg-type]
@@ -96,6 +97,7 @@ def test_stages_follow_each_other_within_the_request_and_say_what_ran_where(
     assert whole.instrumentation_scope.name == "mcinfer"
     assert whole.instrumentation_scope.version == __version__
     assert whole.attributes == {
+        "mcinfer.model": "encoder/3",
         "mcinfer.request.number": 5,
         "mcinfer.request.rows": 8,
         "mcinfer.request.outcome": "succeeded",
@@ -154,3 +156,66 @@ def test_callers_span_is_the_parent(provider: TracerProvider, memory: InMemorySp
     (whole,) = by_name(memory)["mcinfer.request"]
     assert whole.parent == caller.get_span_context()
     assert trace.get_current_span() is trace.INVALID_SPAN
+
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+def span_below(
+    headers: list[tuple[str, str]], provider: TracerProvider, memory: InMemorySpanExporter
+) -> ReadableSpan:
+    context = contextvars.copy_context()  # a request's own
+    context.run(join_trace, headers)
+    context.run(request_spans(provider), request(time.monotonic()))
+    (whole,) = by_name(memory)["mcinfer.request"]
+    memory.clear()
+    return whole
+
+
+@pytest.mark.parametrize("parent", [PARENT, f" {PARENT}\t", f"cc-{TRACE}-{SPAN}-01-what-will-be"])
+def test_span_that_headers_name_is_the_parent(
+    parent: str, provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    state = [("tracestate", "a=1"), ("tracestate", "b=2")]
+    whole = span_below([("host", "x"), ("traceparent", parent), *state], provider, memory)
+    assert whole.parent is not None
+    found = trace.format_trace_id(whole.parent.trace_id), trace.format_span_id(whole.parent.span_id)
+    assert found == (TRACE, SPAN)
+    assert whole.parent.is_remote
+    assert whole.context.trace_state.to_header() == "a=1,b=2"
+
+
+def test_request_that_its_caller_does_not_sample_makes_no_span(
+    provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    context = contextvars.copy_context()
+    context.run(join_trace, [("traceparent", PARENT[:-1] + "0")])
+    context.run(request_spans(provider), request(time.monotonic()))
+    assert not by_name(memory)
+
+
+# https://www.w3.org/TR/trace-context/#traceparent-header-field-values
+@pytest.mark.parametrize(
+    "parents",
+    [
+        [],
+        [""],
+        ["nonsense"],
+        [PARENT.upper()],
+        [f"00-{'0' * 32}-{SPAN}-01"],
+        [f"00-{TRACE}-{'0' * 16}-01"],
+        [f"ff-{TRACE}-{SPAN}-01"],
+        [f"00-{TRACE}-{SPAN}-01-more"],
+        [PARENT[:-1]],
+        [f"00-{TRACE[:-1]}g-{SPAN}-01"],
+        [PARENT, PARENT],
+    ],
+)
+def test_malformed_parents_are_ignored(
+    parents: list[str], provider: TracerProvider, memory: InMemorySpanExporter
+) -> None:
+    headers = [("traceparent", parent) for parent in parents] + [("tracestate", "a=1")]
+    whole = span_below(headers, provider, memory)
+    assert whole.parent is None
+    assert not whole.context.trace_state

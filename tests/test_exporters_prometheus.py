@@ -2,10 +2,8 @@
 
 import dataclasses
 import gc
-import importlib
 import math
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition, parser
 
 from mcinfer import Master
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.errors import InvalidInputError
 from mcinfer.exporters.prometheus import MasterCollector, families
 from mcinfer.protocol import WorkerState
 from mcinfer.scheduler.dispatch import Tally
@@ -259,21 +257,3 @@ def test_invalid_label_is_refused(labels: dict[str, str]) -> None:
     ((name, value),) = labels.items()
     with pytest.raises(InvalidInputError, match=re.escape(f"labels: got {name!r}: {value!r}")):
         MasterCollector(master(), labels)
-
-
-@pytest.mark.parametrize(
-    ("module", "package"),
-    [
-        ("exporters.prometheus", "prometheus_client.core"),
-        ("exporters.opentelemetry", "opentelemetry"),
-        ("ray", "ray"),
-    ],
-)
-def test_missing_package_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, module: str, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"mcinfer.{module}", raising=False)
-    name = module.rpartition(".")[2]
-    with pytest.raises(MissingDependencyError, match=rf"pip install '{name}"):
-        importlib.import_module(f"mcinfer.{module}")

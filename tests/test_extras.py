@@ -1,7 +1,6 @@
 """Tests of mcinfer/extras.py."""
 
 import importlib
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from mcinfer.errors import MissingDependencyError
 from mcinfer.extras import install, requires, version_of
+from tests.process.scripts import run_python
 
 REQUIRES = [
     "numpy>=2",
@@ -72,13 +72,7 @@ def test_program_without_metadata_is_told_of_the_extra(tmp_path: Path) -> None:
     package = Path(__file__).parent.parent / "mcinfer"
     (tmp_path / "mcinfer").symlink_to(package)
     code = "import sys; sys.path.insert(0, sys.argv[1]); import mcinfer.extras as e; print(e.install('cli'))"
-    run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, tmp_path],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=50,
-    )
+    run = run_python("-I", "-S", "-c", code, tmp_path)
     assert run.stdout == "install the packages of the extra 'cli' in mcinfer's setup.cfg\n"
 
 
@@ -111,3 +105,24 @@ def test_extra_adds_the_command_and_several_modules_the_one_that_lacks() -> None
         importlib.import_module("wanted_b")
     text = "it needs two (No module named 'wanted_b'): pip install 'onnx>="
     assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "command"),
+    [
+        ("exporters.prometheus", "prometheus_client.core", "pip install 'prometheus"),
+        ("exporters.opentelemetry", "opentelemetry", "pip install 'opentelemetry"),
+        ("ray", "ray", "pip install 'ray"),
+        ("diffusers", "diffusers", "pip install '?diffusers"),
+        ("diffusers", "torch", "pip install '?diffusers"),
+        ("ort", "onnxruntime", "pip install 'onnxruntime>="),
+        ("ranks.collectives.mpi", "mpi4py", "need the package mpi4py: pip install 'mpi4py>="),
+    ],
+)
+def test_module_without_its_package_says_what_to_install(
+    module: str, package: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"mcinfer.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    with pytest.raises(MissingDependencyError, match=command):
+        importlib.import_module(f"mcinfer.{module}")

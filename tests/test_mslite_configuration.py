@@ -6,7 +6,7 @@ import pytest
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.mslite._checks import Sections
-from mcinfer.mslite._configuration import load_sections, override, weights_folder
+from mcinfer.mslite._configuration import load_sections, override
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -50,14 +50,3 @@ def test_dictionary_overrides_the_file_entry_by_entry(tmp_path: Path) -> None:
         "b": {"key": "x"},
     }
     assert more == {"a": {"key": " 'given' "}, "b": {"key": "x"}}
-
-
-def test_weights_lie_beside_the_path_or_in_the_folder_which_must_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for path in (tmp_path, tmp_path / "model.onnx"):
-        assert weights_folder({"model_file": {"mindir_path": str(path)}}) == str(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    assert weights_folder({"model_file": {"mindir_path": "model.onnx"}}) == str(tmp_path)
-    with pytest.raises(InvalidInputError, match=r"mindir_path: .* does not exist"):
-        weights_folder({"model_file": {"mindir_path": str(tmp_path / "no" / "model.onnx")}})

@@ -4,8 +4,6 @@ import gc
 import os
 import re
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
-from onnx import numpy_helper, parser
 
 import mcinfer
 from mcinfer.engines.adapters import open_engine
@@ -32,6 +29,7 @@ from mcinfer.mslite import (
 )
 from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
+from tests.sliced_models import save
 
 HEAD = '<ir_version: 8, opset_import: ["": 17]>'
 
@@ -51,12 +49,8 @@ MATMUL = f"""{HEAD}
 matmul (float[2, 3] x) => (float[2, 1] y) <float[3, 1] w = {{1, 2, 3}}> {{ y = MatMul(x, w) }}
 """
 
-CHOSEN = f"{HEAD} chosen (float[n] x) => (int64[1, k] y) {{ y = NonZero(x) }}"
-"""Only a run shows the size of the output."""
-
-WEIGHED = f"""{HEAD}
-weighed (float[n, 2] x) => (float[n, 2] y) <float[2] w = {{10, 20}}> {{ y = Add(x, w) }}
-"""
+WEIGHED = "(float[n, 2] x) => (float[n, 2] y) { y = Add(x, w) }"
+WEIGHTS = {"w": np.array([10, 20], np.float32)}
 
 
 def exactly(text: str) -> str:
@@ -176,29 +170,21 @@ def test_buffer_is_built_and_runs_and_leaves_no_descriptor(onnx_model: OnnxModel
         assert arrays(model.predict([floats(*shape)])) == [(2 * floats(*shape) + 1).tolist()]
 
 
-def save_apart(text: str, folder: Path) -> Path:
-    """Write a model whose weights lie in a file ``weights.bin`` beside it."""
-    model = parser.parse_model(text)
-    for weight in model.graph.initializer:  # only raw data can lie outside
-        weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight), weight.name))
-    path = folder / "model.onnx"
-    onnx.save_model(
-        model, path, save_as_external_data=True, location="weights.bin", size_threshold=0
-    )
-    return path
-
-
 def test_buffer_finds_its_weights_in_another_one_or_in_the_folder_that_is_named(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save_apart(WEIGHED, tmp_path)
-    content, weights = path.read_bytes(), (tmp_path / "weights.bin").read_bytes()
-    folder = {"model_file": {"mindir_path": str(path)}}
-    for own, entries in ((weights, None), (None, folder)):
+    path = save(tmp_path / "model.onnx", WEIGHED, WEIGHTS, external=True)
+    content, weights = path.read_bytes(), (tmp_path / "model.data").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    folders = [{"model_file": {"mindir_path": str(p)}} for p in (path, tmp_path, path.name)]
+    for own, entries in ((weights, None), *((None, folder) for folder in folders)):
         model = Model()
         model.build_from_buffer(content, own, config_dict=entries)
         assert arrays(model.predict([floats(1, 2)])) == [[[11, 22]]]
     elsewhere = {"model_file": {"mindir_path": "/"}}
+    nowhere = {"model_file": {"mindir_path": "no/model.onnx"}}
+    with pytest.raises(RuntimeError, match=r"Error is .*mindir_path: .* does not exist"):
+        Model().build_from_buffer(content, config_dict=nowhere)
     inside = onnx.load(path).SerializeToString()
     for model_bytes, own, kind, entries in (
         (content, None, None, None),
@@ -268,31 +254,6 @@ def test_tensor_that_was_neither_set_nor_looked_at_fails_the_run(onnx_model: Onn
         model.predict([tensor])
 
 
-def test_sizes_that_only_a_run_shows_are_those_of_each_run(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(CHOSEN))
-    model.resize(model.get_inputs(), [[3]])
-    assert [meta.shape for meta in model.get_outputs()] == [[1, -1]]
-    for data in ([0, 1, 2], [0, 0, 0], [1, 1, 1]):
-        [output] = model.predict([np.array(data, np.float32)])
-        assert output.dtype is DataType.INT64
-        np.testing.assert_array_equal(output.get_data_to_numpy(), [np.flatnonzero(data)])
-
-
-def test_eight_threads_get_each_its_own_answers(onnx_model: OnnxModel) -> None:
-    model = built(onnx_model(AFFINE))
-    together = threading.Barrier(8)
-
-    def ask(thread: int) -> None:
-        together.wait()
-        for call in range(200):
-            data = floats(1 + (thread * 7 + call) % 13, 4) + 1000 * thread + call
-            [output] = model.predict([data], None if call % 3 else [Tensor(np.empty_like(data))])
-            np.testing.assert_array_equal(output.get_data_to_numpy(), data * 2 + 1)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(ask, range(8))] == [None] * 8
-
-
 def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(onnx_model: OnnxModel) -> None:
     model = built(onnx_model(AFFINE))
     read_only = np.full((2, 4), -1, np.float32)
@@ -328,9 +289,10 @@ def test_outputs_that_do_not_fit_fail_the_run_and_are_not_touched(onnx_model: On
 def test_fixed_sizes_are_built_again_wherever_the_model_and_its_weights_lie(
     tmp_path: Path,
 ) -> None:
-    path = save_apart(WEIGHED.replace("[n, 2]", "[1, 2]"), tmp_path)
+    fixed = WEIGHED.replace("[n, 2]", "[1, 2]")
+    path = save(tmp_path / "model.onnx", fixed, WEIGHTS, external=True)
     from_buffer = Model()
-    weights = (tmp_path / "weights.bin").read_bytes()
+    weights = (tmp_path / "model.data").read_bytes()
     from_buffer.build_from_buffer(path.read_bytes(), weights)
     for model in (built(path), from_buffer):
         for rows in (2, 1):

@@ -18,6 +18,7 @@ from mcinfer.mslite._checks import Sections, failure
 from mcinfer.mslite._ranks import Membership, is_slice, place_of, read_groups
 from mcinfer.mslite.context import Context
 from mcinfer.ranks.collectives.launch import Ranks
+from tests.test_ranks_collectives_launch import device, table
 
 LAUNCHED = {
     "OMPI_COMM_WORLD_RANK": "1",
@@ -44,15 +45,10 @@ RankTable = Callable[[int], Sections]
 
 def write_table(folder: Path, size: int) -> Path:
     """Write a rank table of so many ranks on this machine, which is the folder's own."""
-    devices = [{"device_id": str(rank), "rank_id": str(rank)} for rank in range(size)]
-    table = {
-        "version": "1.0",
-        "server_count": "1",
-        "server_list": [{"server_id": f"{os.getpid()} {folder}", "device": devices}],
-        "status": "completed",
-    }
+    made = table([device(rank) for rank in range(size)])
+    made["server_list"][0]["server_id"] = f"{os.getpid()} {folder}"
     path = folder / f"table{size}.json"
-    path.write_text(json.dumps(table), encoding="utf-8")
+    path.write_text(json.dumps(made), encoding="utf-8")
     return path
 
 

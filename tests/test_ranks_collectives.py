@@ -5,24 +5,21 @@ import os
 import re
 import resource
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mcinfer.errors import (
     ClosedError,
     CollectiveTimeoutError,
     InvalidInputError,
-    MissingDependencyError,
     ProtocolError,
     RankDiedError,
 )
@@ -34,77 +31,12 @@ from tests.open_descriptors import no_descriptor_left
 from tests.process.waiting import wait_until
 from tests.thread_ranks import in_threads, results, run_ranks
 
-DTYPES = ["float32", "float64", "int8", "uint16", "int64", "float16", "bfloat16", "complex64"]
-
-
-def dtype_of(name: str) -> "np.dtype[Any]":
-    return np.dtype(getattr(ml_dtypes, name, name))
-
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__)
 def test_contract(check: Callable[[Group], None], size: int) -> None:
     with no_descriptor_left():
         results(size, check)
-
-
-def random_parts(seed: int, size: int, shape: tuple[int, ...], dtype: str) -> list[Any]:
-    random = np.random.default_rng(seed)
-    return [random.integers(0, 100, shape).astype(dtype_of(dtype)) for _ in range(size)]
-
-
-def summed(parts: list[Any]) -> Any:
-    """In the order of the ranks; 16-bit floats in float32."""
-    dtype = parts[0].dtype
-    is_narrow = dtype.itemsize == 2 and dtype.name.endswith(("float16", "bfloat16"))
-    total = parts[0].astype(np.float32) if is_narrow else parts[0].copy()
-    for other in parts[1:]:
-        total += other.astype(total.dtype)
-    return total.astype(dtype)
-
-
-@settings(max_examples=30)
-@given(
-    size=st.integers(1, 4),
-    shape=st.lists(st.integers(0, 5), max_size=4).map(tuple) | st.just((70_001,)),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 99),
-)
-def test_results_are_those_of_numpy(
-    size: int, shape: tuple[int, ...], dtype: str, seed: int
-) -> None:
-    parts = random_parts(seed, size, shape, dtype)
-    root = seed % size
-    axis = seed % len(shape) if shape else None
-
-    def body(group: Group) -> list[Any]:
-        own = parts[group.rank]
-        found = [group.all_reduce(own), group.broadcast(own, root)]
-        if dtype != "complex64":
-            found.append(group.all_reduce(own, "max"))
-        if axis is not None:
-            found.append(group.all_gather(own, axis))
-            found.append(group.reduce_scatter(np.concatenate([own] * size, axis), axis))
-        return found
-
-    outcomes = results(size, body)
-    expected = [summed(parts), parts[root]]
-    if dtype != "complex64":
-        expected.append(np.maximum.reduce(parts))
-    if axis is not None:
-        expected += [np.concatenate(parts, axis), summed(parts)]
-    for outcome in outcomes:
-        for got, want in zip(outcome, expected, strict=True):
-            assert got.dtype == want.dtype
-            np.testing.assert_array_equal(got, want)
-
-
-def test_overflow_is_infinite_in_silence() -> None:
-    def body(group: Group) -> Any:
-        return group.all_reduce(np.full(4, 60000, np.float16))
-
-    for found in results(2, body):
-        assert np.isinf(found).all()
 
 
 def test_memory_is_valid_after_the_group_is_closed() -> None:
@@ -573,14 +505,6 @@ def test_peer_that_is_no_rank_or_ends_early_is_an_error(
 def test_arguments_of_join_are_checked(arguments: tuple[str, int, int, str], expected: str) -> None:
     with pytest.raises(InvalidInputError, match=expected):
         join(*arguments)
-
-
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.delitem(sys.modules, "mcinfer.ranks.collectives.mpi", raising=False)
-    expected = r"need the package mpi4py: pip install 'mpi4py>="
-    with pytest.raises(MissingDependencyError, match=expected):
-        join("a", 0, 1, "mpi")
 
 
 # Memory.

@@ -252,12 +252,6 @@ def test_table_that_is_none_is_refused(written: Written, content: object, text: 
         find_ranks(rank=0, rank_table=path, environment={})
 
 
-def test_rank_that_a_table_lacks_is_refused(written: Written) -> None:
-    path = written(table([*TWO]))
-    with pytest.raises(InvalidInputError, match=f"^rank table {path}: got rank 2, expected 0 to 1"):
-        find_ranks(rank=2, rank_table=path, environment={})
-
-
 def test_file_that_cannot_be_a_table_is_not_read(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with open(large, "wb") as file:

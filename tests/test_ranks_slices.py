@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from mcinfer.engines.adapters import open_engine
-from mcinfer.engines.base import BoundRun, Engine, EngineRequest, Strings
+from mcinfer.engines.base import BoundRun, Engine, Strings
 from mcinfer.errors import (
     BuildError,
     ClosedError,
@@ -35,7 +35,6 @@ from tests.engine_tensors import buffer, content
 from tests.sliced_models import (
     FRAGILE_PLACES,
     Sliced,
-    attention,
     fragile,
     mlp,
     place,
@@ -63,7 +62,7 @@ def run_ranks(size: int, rank: Callable[[Group, ExitStack], _T]) -> list[_T]:
 class Bound:
     """A run with arrays of its own for inputs and outputs."""
 
-    def __init__(self, engine: Engine, inputs: Arrays, shapes: dict[str, Sequence[int]]) -> None:
+    def __init__(self, engine: Engine, inputs: Arrays, shapes: Mapping[str, Sequence[int]]) -> None:
         specs = {spec.name: spec for spec in engine.spec.outputs}
         self.inputs = {name: array.copy() for name, array in inputs.items()}
         self.outputs = {
@@ -83,10 +82,6 @@ class Bound:
         return {name: array.copy() for name, array in self.outputs.items()} | produced
 
 
-def request(model: Path, **options: Any) -> EngineRequest:
-    return engine_request(model, **options)
-
-
 def opened(
     stack: ExitStack,
     group: Group,
@@ -98,7 +93,7 @@ def opened(
 ) -> RankEngine:
     """This rank's engine, closed with the stack."""
     engine = RankEngine(
-        request(model, **options), group, folder, deliver_everywhere=deliver_everywhere
+        engine_request(model, **options), group, folder, deliver_everywhere=deliver_everywhere
     )
     stack.callback(engine.close)
     return engine
@@ -173,20 +168,8 @@ def dist(operation: str, reduce_op: str = "", **numbers: Any) -> str:
     return f"DistCollective<{', '.join(values + [f'{k}={n}' for k, n in numbers.items()])}>"
 
 
-def test_attention_with_several_collectives_in_a_phase(tmp_path: Path) -> None:
-    """Outputs have a place, none, or one of another shape."""
-    model = attention(tmp_path, 2)
-    inputs = [{"x": normal(1, 2, length, 16)} for length in (7, 3, 5, 5)]
-    shapes: list[dict[str, Sequence[int]]] = [
-        {"y": (2, 7, 16), "queries": (2, 7, 16)},
-        {"y": (2, 3, 16), "queries": (2, 3, 16)},
-        {},
-        {"y": (1, 5, 16)},
-    ]
-    assert_whole(model, inputs, run_all(model, inputs, shapes))
-
-
 def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
+    """Six in one phase. Outputs have a place, none, or one of another shape."""
     kinds = {
         "total": dist("all_reduce", "sum"),
         "most": dist("ALL_REDUCE", "MAX"),
@@ -209,7 +192,8 @@ def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
         engine = opened(stack, group, slices[group.rank])
         for rows in (4, 2, 4):
             x = normal(rows, rows, 3)
-            run = Bound(engine, {"x": x}, {"second": (rows, 3), "joined": (2 * rows, 3)})
+            shapes = {"second": [rows, 3], "joined": [2 * rows, 3], "mean": [rows + 1, 3]}
+            run = Bound(engine, {"x": x}, shapes)
             shares = np.split(3 * x, 2)
             for _ in range(3):
                 for name, expected in {
@@ -222,6 +206,55 @@ def test_each_kind_of_collective_gives_its_result(tmp_path: Path) -> None:
                     "again": np.concatenate(shares, 1),
                 }.items():
                     np.testing.assert_allclose(run({"x": x})[name], expected, rtol=1e-6)
+
+    run_ranks(2, rank)
+
+
+BRANCHES = """
+    early = Mul(x, two)  sum = AllReduce(x)
+    least = ReduceMin<keepdims=0>(sum)  positive = Greater(least, zero)
+    y = If(positive) <
+        then_branch = t () => (float[2] p) { p = Add(early, sum) },
+        else_branch = e () => (float[2] q) { q = Sub(early, sum) }>"""
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "expected"),
+    [
+        # A collective's result, a constant; and collectives of an input and of constants.
+        (
+            """=> (float[?] total, float[?] gathered, float[?] negative, float[?] constant) {
+                constant = Neg(two)  total = AllReduce(x)  gathered = AllGather<group_size=2, axis=0>(two)
+                negative = AllReduce(constant)
+            }""",
+            [3, 4],
+            [[6, 8], [2, 2], [-4], [-2]],
+        ),
+        # A subgraph reads values of an earlier phase.
+        (f"=> (float[2] y) {{ {BRANCHES} }}", [1, 2], [[4, 8]]),
+        (f"=> (float[2] y) {{ {BRANCHES} }}", [-1, 2], [[0, 0]]),
+        # The package onnx does not know the operator, and its result is declared with another shape.
+        (
+            """=> (float[2,2] y) <float[400,2] part, float[400,2] sum> {
+                part = com.microsoft.Inverse(x)  sum = AllReduce(part)  y = Add(part, sum)
+            }""",
+            [[2, 0], [0, 4]],
+            [[[1.5, 0], [0, 0.75]]],
+        ),
+    ],
+)
+def test_values_that_cross_segments_are_those_of_the_graph(
+    tmp_path: Path, text: str, x: Any, expected: list[Any]
+) -> None:
+    given = {"x": np.array(x, np.float32)}
+    weights = {"two": np.array([2], np.float32), "zero": np.float32(0)}
+    used = {name: array for name, array in weights.items() if name in text}
+    path = save(tmp_path / "model0.onnx", f"(float{[*given['x'].shape]} x) {text}", used)
+
+    def rank(group: Group, stack: ExitStack) -> None:
+        run = Bound(opened(stack, group, path), given, {})
+        for _ in range(3):
+            assert [array.tolist() for array in run(given).values()] == expected
 
     run_ranks(2, rank)
 
@@ -624,7 +657,7 @@ def test_slices_that_do_not_fit_the_group_are_refused(tmp_path: Path) -> None:
 def test_only_onnxruntime_runs_slices(tmp_path: Path) -> None:
     def rank(group: Group, _stack: ExitStack) -> None:
         with pytest.raises(BuildError, match="engine fake runs no slices"):
-            open_slice("fake", request(tmp_path / "m.json"), group)
+            open_slice("fake", engine_request(tmp_path / "m.json"), group)
 
     run_ranks(1, rank)
 
@@ -636,7 +669,7 @@ def test_slice_without_a_group_is_refused_with_what_it_is(tmp_path: Path, operat
     path = save(tmp_path / "model0.onnx", f"(float[4] x) => (float[4] y) {{ y = {operator}(x) }}")
     name = operator.partition("<")[0]
     with pytest.raises(BuildError, match=f"{name}.*the model is one rank's slice"):
-        open_engine("onnxruntime", request(path))
+        open_engine("onnxruntime", engine_request(path))
 
 
 def test_prepared_segments_give_the_same(tmp_path: Path) -> None:
@@ -646,7 +679,7 @@ def test_prepared_segments_give_the_same(tmp_path: Path) -> None:
         folder.mkdir()
         (tmp_path / f"{path.stem} cut").mkdir()
         cut_segments(path, tmp_path / f"{path.stem} cut")
-        prepare(request(path), tmp_path / f"{path.stem} cut", folder)
+        prepare(engine_request(path), tmp_path / f"{path.stem} cut", folder)
         path.with_suffix(".data").unlink()  # the folder has all weights
 
     def rank(group: Group, stack: ExitStack) -> Arrays:

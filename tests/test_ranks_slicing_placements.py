@@ -8,13 +8,10 @@ from mcinfer.ranks.slicing.placements import (
     Dims,
     Sharded,
     divides,
-    gathered_order,
     local_dims,
     ranges,
     reshaped,
 )
-
-BLOCKS = st.lists(st.integers(1, 4).map(lambda part: part * 2), min_size=1, max_size=3)
 
 
 def part(array: np.ndarray, cut: Sharded, ranks: int, rank: int) -> np.ndarray:
@@ -26,14 +23,6 @@ def test_blocks_are_cut_each_unless_one_cannot_be() -> None:
     assert ranges((4, 4, 4), 2, 1) == ((2, 4), (6, 8), (10, 12))
     assert ranges((4,), 1, 0) == ranges((2, 2), 1, 0) == ((0, 4),)
     assert [divides(2, blocks) for blocks in ((0, 4), (3,), (2, 4))] == [False, False, True]
-
-
-@given(blocks=BLOCKS)
-def test_parts_in_gathered_order_are_the_whole(blocks: list[int]) -> None:
-    whole = np.arange(sum(blocks))
-    cut = Sharded(0, tuple(blocks))
-    joined = np.concatenate([part(whole, cut, 2, rank) for rank in range(2)])
-    assert np.array_equal(joined[gathered_order(blocks, 2)], whole)
 
 
 @given(data=st.data())

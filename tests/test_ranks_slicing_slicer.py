@@ -439,14 +439,6 @@ def test_coarsest_quantisation_of_all_slices_is_allowed_for_up_to_a_tenth(
     differs(path, folder, 1.5, r"at most 1e-01; .*QuantizeLinear\) quantises to 4 bits")
 
 
-def test_quantised_model_that_differs_is_refused_with_the_node(
-    tmp_path: Path, folder: Path
-) -> None:
-    path = saved(mlp(quantised=True), tmp_path)
-    written(path, folder, pipeline=2)
-    differs(path, folder, 2, r"at most 3e-02; .*QuantizeLinear\) quantises to 8 bits")
-
-
 def test_slice_that_cannot_be_loaded_is_named(model: Path, folder: Path) -> None:
     written(model, folder, pipeline=2)
     (folder / "model1.data").unlink()

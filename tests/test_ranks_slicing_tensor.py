@@ -1,9 +1,6 @@
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,19 +15,10 @@ from mcinfer.ranks.slicing.graphs import Graph, infer, tensor_bytes
 from mcinfer.ranks.slicing.placements import Placement
 from mcinfer.ranks.slicing.search import ChoiceSearch, Costs
 from mcinfer.ranks.slicing.slicer import write_slices
-from mcinfer.ranks.slicing.tensor import (
-    CollectiveNode,
-    ShardedWeight,
-    StageReport,
-    TensorSlices,
-    WholeWeight,
-    slice_tensor,
-    slices_of,
-)
-from tests.lockstep import models_of, run_slices, run_whole
+from mcinfer.ranks.slicing.tensor import slice_tensor, slices_of
+from tests.lockstep import check_ranks, models_of, operators, run_slices, run_whole
+from tests.process.scripts import run_example
 from tests.text_models import text_model
-
-BUILD_UNET = Path(__file__).parents[1] / "examples" / "sd_dual_core" / "build_unet.py"
 
 Array = NDArray[Any]
 Shape = Sequence[int | str]
@@ -115,57 +103,6 @@ class Net:
         return model
 
 
-class Cut(NamedTuple):
-    """What was cut, and the bytes of the weights of the whole and of each rank."""
-
-    sharded: Sequence[ShardedWeight]
-    whole: Sequence[WholeWeight]
-    collectives: Sequence[CollectiveNode]
-    weight_bytes: int
-    rank_bytes: int
-
-
-def check(
-    model: ModelProto, ranks: int = 2, *, slices: TensorSlices | None = None, **sizes: int
-) -> Cut:
-    """Ranks give the same bits, and what the whole model gives; symbols have size 3 unless given."""
-    rng = np.random.default_rng(1)
-    feeds: dict[str, Array] = {}
-    for x in model.graph.input:
-        tensor = x.type.tensor_type
-        shape = [dim.dim_value or sizes.get(dim.dim_param, 3) for dim in tensor.shape.dim]
-        dtype = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        if dtype.kind == "i":
-            feeds[x.name] = rng.integers(0, 16, shape).astype(dtype)
-        else:
-            feeds[x.name] = rng.standard_normal(shape).astype(dtype)
-    before = model.SerializeToString(deterministic=True)
-    slices = slices or slice_tensor(model, ranks)
-    assert model.SerializeToString(deterministic=True) == before
-    models = models_of(slices)
-    found = run_slices(models, feeds)
-    for name, expected in run_whole(model, feeds).items():
-        got = found[0][name]
-        assert got.dtype == expected.dtype
-        assert got.shape == expected.shape
-        tolerance = {"float64": 1e-10, "float32": 1e-5, "float16": 5e-3}[got.dtype.name]
-        assert np.abs(got - expected).max() <= tolerance * np.abs(expected).max()
-        for other in found[1:]:
-            assert other[name].tobytes() == got.tobytes()
-    rank_bytes = {_bytes(rank) for rank in models}
-    assert len(rank_bytes) == 1
-    report = slices.report
-    return Cut(report.sharded, report.whole, report.collectives, _bytes(model), rank_bytes.pop())
-
-
-def _bytes(model: ModelProto) -> int:
-    return sum(numpy_helper.to_array(x).nbytes for x in model.graph.initializer)
-
-
-def operators(report: Cut | StageReport) -> dict[str, int]:
-    return Counter(node.operator for node in report.collectives)
-
-
 # Perceptrons.
 
 
@@ -185,7 +122,7 @@ def mlp(*, gelu: bool = False, layers: int = 4) -> ModelProto:
 def test_perceptron_needs_one_reduction_for_two_layers(
     ranks: int, gelu: bool, sums: dict[str, int]
 ) -> None:
-    report = check(mlp(gelu=gelu), ranks)
+    report = check_ranks(mlp(gelu=gelu), ranks)
     assert operators(report) == sums
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1 * (ranks > 1))
 
@@ -283,7 +220,9 @@ def test_weight_of_a_type_that_numpy_lacks_is_cut() -> None:
         name=table, data_type=TensorProto.BFLOAT16, dims=[128, 128],
         raw_data=halves.astype(np.uint16).tobytes(),
     )  # fmt: skip
-    report = check(net.model(net.op("MatMul", "x", net.op("Cast", table, to=TensorProto.FLOAT))))
+    report = check_ranks(
+        net.model(net.op("MatMul", "x", net.op("Cast", table, to=TensorProto.FLOAT)))
+    )
     assert [(weight.name, weight.rank_bytes) for weight in report.sharded] == [(table, 128 * 128)]
 
 
@@ -332,14 +271,14 @@ SMALL: dict[str, tuple[str, dict[str, tuple[int, ...]], list[tuple[str, int]]]] 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_graphs_need_one_reduction(name: str) -> None:
     text, weights, sharded = SMALL[name]
-    report = check(text_model(text, weights))
+    report = check_ranks(text_model(text, weights))
     assert [(weight.name, weight.axis) for weight in report.sharded] == sharded
     assert operators(report) == {"AllReduce": 1}
 
 
 def test_weight_that_cannot_be_cut_is_whole_and_the_report_says_why() -> None:
     net = Net("batch", 63)
-    report = check(net.model(net.linear("x", 63, 65)))
+    report = check_ranks(net.model(net.linear("x", 63, 65)))
     assert not report.sharded
     assert report.whole[0].reason == (
         "MatMul_0 (MatMul): axis 0 of 63 is not divisible by 2; axis 1 of 65 is not divisible by 2"
@@ -348,18 +287,9 @@ def test_weight_that_cannot_be_cut_is_whole_and_the_report_says_why() -> None:
 
 def test_weight_that_is_small_beside_its_activations_is_whole() -> None:
     net = Net(4096, 32)
-    report = check(net.model(net.linear("x", 32, 32)))
+    report = check_ranks(net.model(net.linear("x", 32, 32)))
     assert not report.collectives
     assert report.whole[0].reason == "cutting it would cost more than it saves"
-
-
-def test_weight_that_is_an_overridable_input_is_cut() -> None:
-    net = Net("batch", 64)
-    model = net.model(net.op("MatMul", "x", net.weight(64, 64)))
-    model.graph.input.append(helper.make_tensor_value_info("weight_0", TensorProto.FLOAT, [64, 64]))
-    slices = slice_tensor(model, 2)
-    assert [x.name for x in slices.model.graph.input] == ["x"]
-    assert slices.report.sharded
 
 
 # Encoders.
@@ -373,10 +303,9 @@ def encoder(
     packed: str = "",
     shapes: str = "constants",
     decomposed: bool = False,
-    opset: int = 17,
 ) -> ModelProto:
     """BERT's layers; `packed` says how one weight for queries, keys and values is taken apart."""
-    net = Net("batch", "tokens", width, opset=opset)
+    net = Net("batch", "tokens", width)
     mask = net.input("mask", "batch", 1, 1, "tokens")
     size = width // heads
     x = "x"
@@ -446,7 +375,7 @@ def encoder(
     ],
 )
 def test_encoder_layer_needs_two_reductions(ranks: int, how: dict[str, Any]) -> None:
-    report = check(encoder(**how), ranks, batch=2, tokens=5)
+    report = check_ranks(encoder(**how), ranks, batch=2, tokens=5)
     assert operators(report) == {"AllReduce": 4}
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
     if how.get("packed") == "split":
@@ -454,7 +383,7 @@ def test_encoder_layer_needs_two_reductions(ranks: int, how: dict[str, Any]) -> 
 
 
 def test_heads_that_the_ranks_do_not_divide_are_whole_and_the_report_says_why() -> None:
-    report = check(encoder(heads=6, width=60, layers=1), 4)
+    report = check_ranks(encoder(heads=6, width=60, layers=1), 4)
     reasons = [node.reason for node in report.collectives]
     assert "axis 2 of [batch, tokens, 60], cut in 4, is no cut of [batch, tokens, 6, 10]" in reasons
     assert report.sharded
@@ -469,7 +398,7 @@ def test_attention_of_onnx_runtime_is_cut_by_heads() -> None:
     x = net.op("com.microsoft::FusedMatMul", skip, net.weight(128, 64), transB=1)
     x = net.op("com.microsoft::BiasGelu", x, net.weight(128))
     x = net.op("com.microsoft::FusedMatMul", x, net.weight(128, 64), alpha=0.5)
-    report = check(net.model(x))
+    report = check_ranks(net.model(x))
     assert operators(report) == {"AllReduce": 2}
     assert report.rank_bytes <= report.weight_bytes * 0.6
 
@@ -521,7 +450,7 @@ def test_decoder_with_rotated_positions_and_shared_keys(ranks: int) -> None:
     gate = net.op("Mul", gate, net.op("Sigmoid", gate))
     y = net.op("Mul", gate, net.op("MatMul", y, net.weight(width, 128)))
     x = net.op("Add", x, net.op("MatMul", y, net.weight(128, width)))
-    report = check(net.model(x), ranks, batch=2, tokens=5)
+    report = check_ranks(net.model(x), ranks, batch=2, tokens=5)
     assert operators(report) == {"AllReduce": 2}
     assert report.rank_bytes <= report.weight_bytes * (1 / ranks + 0.1)
 
@@ -532,9 +461,9 @@ def test_decoder_with_rotated_positions_and_shared_keys(ranks: int) -> None:
 @pytest.mark.thorough
 def test_unet_of_the_example(tmp_path: Path) -> None:
     path = tmp_path / "unet.onnx"
-    subprocess.run([sys.executable, BUILD_UNET, "--output", path, "--size", "tiny"], check=True)
+    run_example("sd_dual_core/build_unet.py", "--output", str(path), "--size", "tiny")
     model = onnx.load(path)
-    report = check(model, 4, batch=2)
+    report = check_ranks(model, 4, batch=2)
     assert report.rank_bytes <= report.weight_bytes * 0.35
 
 
@@ -547,7 +476,7 @@ def test_quantised_matmuls_are_whole() -> None:
     quantised, scale, zero = net.op("DynamicQuantizeLinear", "x", outputs=3)
     x = net.op("MatMulInteger", quantised, net.constant(weights, "quantised"), zero)
     x = net.op("Mul", net.op("Cast", x, to=1), scale)
-    report = check(net.model(x))
+    report = check_ranks(net.model(x))
     assert not report.collectives
     assert [(weight.name, weight.reason) for weight in report.whole] == [
         ("quantised", "MatMulInteger_1 (MatMulInteger) runs whole")
@@ -557,7 +486,7 @@ def test_quantised_matmuls_are_whole() -> None:
 def test_softmax_over_a_cut_axis_gets_it_whole() -> None:
     net = Net("batch", 512)
     x = net.op("Softmax", net.linear("x", 512, 512), axis=-1)
-    (collective,) = check(net.model(x)).collectives
+    (collective,) = check_ranks(net.model(x)).collectives
     assert collective.operator == "AllGather"
     assert collective.reason == "Softmax joins the positions of axis 1"
     assert collective.node.endswith("(Softmax)")
@@ -572,7 +501,7 @@ def test_subgraphs_get_whole_values() -> None:
         z = MatMul(y, w)
     }"""
     weights = {"u": (64, 64), "table": (64, 64), "w": (64, 64), "zero": np.float32(0)}
-    report = check(text_model(text, weights))
+    report = check_ranks(text_model(text, weights))
     assert {weight.name for weight in report.whole} >= {"table"}
     assert report.sharded
 
@@ -767,5 +696,5 @@ def test_any_way_to_cut_any_graph_is_right(
     graph = Graph(model, infer(model))
     for _ in range(2):
         choices = ChoiceSearch(graph, AnyCosts(graph, ranks, rng)).run()
-        check(model, slices=slices_of(graph, ranks, choices))
-    check(model, ranks)
+        check_ranks(model, slices=slices_of(graph, ranks, choices))
+    check_ranks(model, ranks)

@@ -28,6 +28,7 @@ import pytest
 
 from mcinfer.requests.request import Outcome, OutcomeFuture
 from mcinfer.runtime.delivery import Delivery
+from tests.planned_requests import A_POOL
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
@@ -58,7 +59,7 @@ class Owner:
     """A loop of nothing: it cancels what is not settled, in the thread that asks."""
 
     def __init__(self) -> None:
-        self.delivery = Delivery("a pool")
+        self.delivery = Delivery(A_POOL)
         self.delivery.start()
 
     def cancel(self, outcome: Outcome[Any]) -> bool:

@@ -8,7 +8,7 @@ from mcinfer.requests.learning import Learner
 from mcinfer.requests.request import NO_WEIGHTS, Call
 from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import SaidAxes
-from tests.planned_requests import PLAIN, W, X
+from tests.planned_requests import A_POOL, PLAIN, W, X
 
 
 def test_pieces_error_is_the_callers_where_the_inputs_do_not_come_back_from_their_device() -> None:
@@ -24,6 +24,7 @@ def test_pieces_error_is_the_callers_where_the_inputs_do_not_come_back_from_thei
         identity="",
         joins=False,
         verify="never",
+        log=A_POOL,
     )
     splitter = learner.splitter
     call = Call(

@@ -29,6 +29,7 @@ from mcinfer.requests.waiting_threads import WaitingThreads
 from mcinfer.sharding import Axes, SaidAxes
 from mcinfer.specs import Dimension
 from tests.interrupts import interrupted_anywhere
+from tests.planned_requests import A_POOL
 from tests.planned_requests import floats as spec_of
 from tests.split_models import Model
 
@@ -595,6 +596,7 @@ def learner() -> Learner:
         identity="",
         joins=False,
         verify="first",
+        log=A_POOL,
     )
 
 

@@ -20,7 +20,7 @@ def test_no_run_goes_to_a_worker_that_did_not_take_the_block_of_its_tensors() ->
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 
-    connections = Connections([], lambda _: block, Limits(), lambda *_: [])
+    connections = Connections([], lambda _: block, Limits(), lambda *_: [], "m.onnx")
     connections.transport = cast("Any", SimpleNamespace(send=lambda _, data: sent.append(data)))
     connections.lost = lambda _, why: lost.append(why)
     rank = SimpleNamespace(lifeline=SimpleNamespace(send_block=refuse))

@@ -11,6 +11,7 @@ from time import monotonic
 import pytest
 
 from mcinfer.runtime.delivery import Delivery
+from tests.planned_requests import A_POOL
 from tests.process.waiting import wait_until
 
 PATIENCE = 20.0
@@ -18,7 +19,7 @@ PATIENCE = 20.0
 
 @pytest.fixture
 def delivery() -> Iterator[Delivery]:
-    made = Delivery("a pool")
+    made = Delivery(A_POOL)
     made.start()
     yield made
     made.close()
@@ -35,7 +36,7 @@ def finish(delivery: Delivery) -> None:
 
 def test_calls_are_made_one_after_another_in_its_thread_also_those_from_before() -> None:
     seen: list[object] = []
-    delivery = Delivery("a pool")
+    delivery = Delivery(A_POOL)
     delivery.put(lambda: seen.append(threading.get_ident() == delivery.ident))
     assert seen == []
     delivery.start()
@@ -88,7 +89,9 @@ def test_exception_that_another_thread_raises_in_it_is_logged_and_ends_nothing(
     def is_logged() -> bool:  # within a call, the exception is that call's
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
         delivery.put(partial(int, 0))
-        return "a pool: an exception was raised in the thread of callbacks" in caplog.messages
+        return (
+            "a pool on cpu:0: an exception was raised in the thread of callbacks" in caplog.messages
+        )
 
     wait_until(is_logged)
     finish(delivery)
@@ -101,13 +104,13 @@ def test_records_are_logged_with_their_pool_values_and_failures(
     delivery.log(logging.ERROR, "%s of %s", 1, 2, failure=failure)
     finish(delivery)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage()) == ("ERROR", "a pool: 1 of 2")
+    assert (record.levelname, record.getMessage()) == ("ERROR", "a pool on cpu:0: 1 of 2")
     assert record.exc_info is not None
     assert record.exc_info[1] is failure
 
 
 def test_call_that_does_not_return_does_not_hold_up_the_end() -> None:
-    delivery, go = Delivery("a pool"), threading.Event()
+    delivery, go = Delivery(A_POOL), threading.Event()
     delivery.start()
     delivery.put(go.wait)
     delivery.close()
@@ -125,7 +128,7 @@ def test_waiting_in_the_thread_itself_returns_at_once(delivery: Delivery) -> Non
 
 @pytest.mark.parametrize("_", range(10))
 def test_after_the_end_calls_are_made_by_the_caller_and_none_is_lost(_: int) -> None:
-    delivery, seen, begin = Delivery("a pool"), list[int](), threading.Barrier(2)
+    delivery, seen, begin = Delivery(A_POOL), list[int](), threading.Barrier(2)
     delivery.start()
 
     def put() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mcinfer.config import Limits, RestartPolicy
-from mcinfer.errors import ClosedError, McinferError, QueueFullError
+from mcinfer.errors import ClosedError, McinferError, QueueFullError, WorkerDiedError
 from mcinfer.protocol import (
     MAX_RUNS,
     Build,
@@ -545,11 +545,14 @@ class Pools(RuleBasedStateMachine):
             del self.requests[number]
             assert full
             return
+        except WorkerDiedError:
+            del self.requests[number]
+            assert self.circuit_open
+            return
         assert not full
         assert not ends
-        refused = self.circuit_open
+        assert not self.circuit_open
         self.carry_out(actions)
-        assert asked.settled or not refused
 
     @precondition(lambda self: self.started)
     @rule(

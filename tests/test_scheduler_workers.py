@@ -248,13 +248,16 @@ def test_circuit_is_open_while_a_probe_starts_and_closed_by_the_first_that_is_re
         "no worker serves, the restart budget is spent, and {}: "
         "each of workers 0 and 1 killed by SIGKILL"
     )
-    refused = pool.handle_request(1.3, 1, (1,), 10.0)
-    assert text(refused) == outage.format("the next start is in 0.7 s")
+    with pytest.raises(WorkerDiedError) as refused:
+        pool.handle_request(1.3, 1, (1,), 10.0)
+    assert str(refused.value) == outage.format("the next start is in 0.7 s")
     assert len(pool.handle_time(2.0)) == 2
     pool.handle_started(2.0, 0, 200)
     assert pool.health(2.0).state == "failed"
-    refused = pool.handle_request(2.0, 2, (1,), 10.0)
-    assert text(refused) == outage.format("a start is under way")
+    with pytest.raises(WorkerDiedError) as refused:
+        pool.handle_request(2.0, 2, (1,), 10.0)
+    assert str(refused.value) == outage.format("a start is under way")
+    assert (refused.value.refusal, pool.table.accepted) == ("no_worker", 0)
     finish_build(pool, 0, 2.5)
     assert (pool.health(2.5).state, pool.health(2.5).serving) == ("degraded", 1)
     pool.handle_started(2.5, 1, 201)

@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 
+from mcinfer.errors import REFUSALS
 from mcinfer.serve.figures import ModelFigures, Snapshot, ended, summed
 from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
 
@@ -35,6 +36,7 @@ ONE = Statistics(
     weights_version=0,
     health=Health(state="ready", reasons=(), serving=1, workers=1),
     workers=(WORKER,),
+    refused={**dict.fromkeys(REFUSALS, 0), "queue_full": 2, "invalid": 1},
 )
 
 
@@ -53,6 +55,7 @@ def test_processes_side_by_side_are_added() -> None:
         if isinstance(value := getattr(ONE, field.name), int):
             assert getattr(now, field.name) == 2 * value, field.name
     assert now.latency == Histogram(bounds=(0.1, 1.0), counts=(8, 2, 0), total=1.0)
+    assert now.refused == {reason: 2 * number for reason, number in ONE.refused.items()}
     assert (now.health.state, now.health.serving, now.health.workers) == ("ready", 2, 2)
     assert [worker.pid for worker in now.workers] == [7, 8]
     assert now.accepted == now.succeeded + now.failed + now.cancelled + now.in_flight
@@ -64,6 +67,7 @@ def test_what_takes_the_place_of_a_process_goes_on_counting() -> None:
     assert (model.statistics.in_flight, model.statistics.memory_bytes) == (0, 0)
     assert model.statistics.accepted == 7  # the one in flight has gone with it
     (model,) = summed([left, snapshot(replace(ONE, workers=(replace(WORKER, pid=9),)))]).models
+    assert model.statistics.refused["queue_full"] == 4
     (worker,) = model.statistics.workers
     assert (worker.pid, worker.state, worker.restarts, worker.runs) == (9, "ready", 1, 6)
     assert (model.statistics.succeeded, model.statistics.health.workers) == (10, 1)

@@ -456,7 +456,10 @@ def test_answer_has_no_folder_of_a_model_that_cannot_be_loaded_and_the_error_has
         served = loaded(tmp_path / folder)
         with pytest.raises(RefusedError) as caught:
             await served.load("m")
-        assert status_of(caught.value) == (400, f"failed to load 'm', {LOG_SAYS}")
+        assert status_of(caught.value, {"request_id": "1"}) == (
+            400,
+            f"failed to load 'm', {LOG_SAYS}",
+        )
         assert len(str(caught.value)) > len(caught.value.public)
         assert served.index()[0]["reason"] == LOG_SAYS
 
@@ -466,5 +469,6 @@ def test_answer_has_no_folder_of_a_model_that_cannot_be_loaded_and_the_error_has
 @pytest.mark.parametrize("folder", ["/", "/etc/", "/no-such-folder/"])
 def test_answer_to_a_run_that_failed_is_the_same_whatever_the_system_says(folder: str) -> None:
     for kind, status in ((PredictError, 500), (QueueFullError, 503), (PredictTimeoutError, 504)):
-        got, text = status_of(kind(f"[Errno 2] No such file: '{folder}x y'"))
+        failure = kind(f"[Errno 2] No such file: '{folder}x y'")
+        got, text = status_of(failure, {"request_id": "1"})
         assert (got, folder in text) == (status, False)

@@ -20,8 +20,8 @@ from types import FrameType
 
 from mcinfer.errors import McinferError, MissingDependencyError, printable
 from mcinfer.extras import install
+from mcinfer.logs import TextFormatter
 from mcinfer.private import fill_streams, naming_limit
-from mcinfer.process import LOG_FORMAT
 
 _INTERRUPTED = 128 + signal.SIGINT
 _READER_SECONDS = 1.0  # that a last word waits for the reader of a full pipe
@@ -102,7 +102,7 @@ def prefixed_log() -> Iterator[None]:
     before = logging.lastResort
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(TextFormatter())
     logging.lastResort = handler
     try:
         yield

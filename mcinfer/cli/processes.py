@@ -30,8 +30,8 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors.multiprocess import SIGNALS, Multiprocess, Process
 
 from mcinfer.cli import prefixed_log
+from mcinfer.cli.endpoint import ENDING, Config, Endpoint, Listening, tracing
 from mcinfer.cli.progress import let_workers_tell, say
-from mcinfer.cli.server import ENDING, Config, Endpoint, Listening
 from mcinfer.errors import McinferError
 from mcinfer.runtime.transport import runtime_folder
 from mcinfer.serve.figures import ALL_SERVE, served
@@ -235,7 +235,8 @@ class _Life:
         let_workers_tell()
         config, opened = self._config, self._opened
         opened.enter_context(prefixed_log())
-        opened.enter_context(config.endpoint.logging())
+        opened.enter_context(config.endpoint.logging(config.access))
+        opened.enter_context(tracing(config.models, config.options))
         try:
             await opened.enter_async_context(config.models)
         except (McinferError, OSError) as exc:

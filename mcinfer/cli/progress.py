@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from mcinfer.logs import writes_json
+
 _NOT_DRAWN_ON = ("dumb", "unknown")
 """Values of TERM for terminals that cannot go back in a line."""
 
@@ -30,7 +32,11 @@ def counted(number: int, thing: str) -> str:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, at once."""
+    """Write a line to standard error, at once: one of JSON where the log has such lines."""
+    if writes_json() and logging.lastResort is not None:
+        said = {"name": "mcinfer", "levelno": logging.INFO, "levelname": "INFO", "msg": text}
+        logging.lastResort.emit(logging.makeLogRecord(said))
+        return
     print(f"mcinfer: {text}", file=sys.stderr, flush=True)
 
 

@@ -25,6 +25,7 @@ from mcinfer.cli.progress import let_workers_tell, say
 from mcinfer.config import EngineOptions, Limits, Timeouts
 from mcinfer.errors import McinferError
 from mcinfer.extras import requires
+from mcinfer.logs import write_json
 
 
 def parse_devices_of(text: str) -> tuple[str, int | list[str]]:
@@ -199,11 +200,29 @@ def serve(
     access_log: Annotated[
         bool, typer.Option("--access-log", help="A line for each request over HTTP.")
     ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--trace",
+            help="Make spans of requests, below those of their callers (traceparent). OpenTelemetry's "
+            "environment variables say where they go.",
+        ),
+    ] = False,
+    log_format: Annotated[
+        str,
+        typer.Option(
+            "--log-format", metavar="text|json", help="json: each record is an object, in a line."
+        ),
+    ] = "text",
 ) -> None:
     """Serve models over HTTP, as Triton and KServe do, with a page of figures at /.
 
     SIGTERM or Ctrl-C ends it: accepted requests are answered, a second Ctrl-C drops them.
     """
+    if log_format not in ("text", "json"):
+        raise typer.BadParameter(f"--log-format: got {log_format!r}, expected text or json")
+    if log_format == "json":
+        write_json()
     files = _named(models or [], name or [])
     if not files and repository is None:
         raise typer.BadParameter("expected a MODEL or more, or --repository FOLDER")
@@ -222,13 +241,17 @@ def serve(
 
         import uvloop
 
+        from mcinfer.cli.endpoint import Endpoint, run
         from mcinfer.cli.processes import run_processes
-        from mcinfer.cli.server import Endpoint, run
         from mcinfer.machine import whole_cpus
         from mcinfer.serve.models import Models
         from mcinfer.serve.service import ServeOptions, keys_in
     for file in files.values():
         check_model(file)
+    if trace:
+        from mcinfer.exporters.opentelemetry import span_exporter
+
+        span_exporter()  # or say now that it is not installed
     if api_key_file:
         keys_in(api_key_file)  # or say now what is wrong with it
     let_workers_tell()
@@ -272,6 +295,7 @@ def serve(
         client_shared_memory=with_regions,
         key_file=api_key_file,
         strict_readiness=strict_readiness,
+        traces=trace,
         why_fixed=_why_fixed(processes, reuse_port),
     )
     certificate = (ssl_certfile, ssl_keyfile) if ssl_certfile and ssl_keyfile else None
@@ -287,6 +311,7 @@ def serve(
         drain=drain,
         drain_delay=drain_delay,
         access_log=access_log,
+        json_log=log_format == "json",
         reuse_port=reuse_port,
     )
     options_of = partial(_options_of, usual, given, options)

@@ -4,11 +4,16 @@ Attributes are named as https://opentelemetry.io/docs/specs/semconv/general/nami
 ``error.type`` are OpenTelemetry's own, the others begin with ``mcinfer``. docs/observability.md lists them.
 """
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
 
 from mcinfer import __version__
-from mcinfer.errors import InvalidInputError
+from mcinfer.errors import InvalidInputError, MissingDependencyError
 from mcinfer.extras import requires
 from mcinfer.statistics import RequestTrace, ShardTrace, TraceHook
 
@@ -17,8 +22,11 @@ with requires(
     "opentelemetry",
     extra="opentelemetry",
 ):
-    from opentelemetry import trace
+    from opentelemetry import context, trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
     from opentelemetry.util.types import AttributeValue
+
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 _Attributes = dict[str, AttributeValue]
 
@@ -59,6 +67,7 @@ def request_spans(tracer_provider: trace.TracerProvider | None = None) -> TraceH
             "mcinfer.request",
             start_time=date(request.called),
             attributes={
+                "mcinfer.model": request.label,
                 "mcinfer.request.number": request.request,
                 "mcinfer.request.rows": request.rows,
                 "mcinfer.request.outcome": request.outcome,
@@ -79,6 +88,68 @@ def request_spans(tracer_provider: trace.TracerProvider | None = None) -> TraceH
         whole.end(date(request.joined))
 
     return export
+
+
+# A program that gets requests from others, and has set up nothing.
+
+
+def join_trace(headers: Iterable[tuple[str, Any]]) -> None:
+    """Make the span that a caller names in its headers the current one of this context.
+
+    By https://www.w3.org/TR/trace-context/: ``traceparent`` and ``tracestate``. What is malformed is ignored,
+    and so are several of the first.
+    """
+    given: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
+    for name, value in headers:
+        if name in given:
+            given[name].append(str(value))
+    if len(given["traceparent"]) == 1:
+        context.attach(_PROPAGATOR.extract(given))
+
+
+def span_exporter() -> Callable[[], Any] | None:
+    """What makes the exporter that ``OTEL_TRACES_EXPORTER`` names, such as ``console``; else that of OTLP.
+
+    None if the program has set up a tracer provider, which decides where spans go.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return None
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
+    if name == "otlp":  # https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+        is_grpc = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") == "grpc"
+        name = "otlp_proto_grpc" if is_grpc else "otlp_proto_http"
+    found = [*entry_points(group="opentelemetry_traces_exporter", name=name)]
+    if not found or find_spec("opentelemetry.sdk") is None:
+        package = f"opentelemetry-exporter-{name.replace('_', '-')}"
+        text = f"spans: OTEL_TRACES_EXPORTER names {name!r}, which is not installed"
+        raise MissingDependencyError(f"{text}: pip install opentelemetry-sdk {package}")
+    exporter: Callable[[], Any] = found[0].load()
+    return exporter
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Export spans meanwhile, and those that are left at the end; raises as `span_exporter`.
+
+    Where the program has set up nothing, the SDK decides by its own environment variables: the sampler, the
+    name of the service, the address.
+    """
+    if (exporter := span_exporter()) is None:
+        yield
+        return
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter()))
+    trace.set_tracer_provider(provider)
+    try:
+        yield
+    finally:
+        provider.shutdown()
 
 
 def _stages(request: RequestTrace) -> Iterator[tuple[str, float, float, _Attributes]]:

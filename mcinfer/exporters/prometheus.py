@@ -41,7 +41,7 @@ Snapshot = tuple[Values, Statistics]
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 """https://prometheus.io/docs/concepts/data_model/: two underscores are Prometheus' own."""
 
-_OWN = frozenset({"worker", "device", "state", "outcome", "way", "le"})
+_OWN = frozenset({"worker", "device", "state", "outcome", "reason", "way", "le"})
 _SERVING = (WorkerState.READY, WorkerState.BUSY)
 
 _OF_MASTER = (
@@ -127,6 +127,9 @@ def families(labels: Sequence[str], snapshots: Sequence[Snapshot]) -> Iterator[M
     ends = ("succeeded", "failed", "cancelled")
     counts = [((*values, end), getattr(s, end)) for values, s in snapshots for end in ends]
     yield family("requests_total", "Requests that were answered, or cancelled.", "outcome", counts)
+    text = "Requests that were not accepted, by reason."
+    counts = [((*values, why), n) for values, s in snapshots for why, n in s.refused.items()]
+    yield family("requests_refused_total", text, "reason", counts)
     text = "Pieces of requests that the worker answered, with a result or an error, or died on."
     counts = [((*values, "succeeded"), worker.completed) for values, worker in workers]
     counts += [((*values, "failed"), worker.failed) for values, worker in workers]

@@ -4,7 +4,6 @@ It is the same whether workers run the model (`mcinfer.requests.planner`) or thi
 (`mcinfer.inline`), which both build on `InputReader`.
 """
 
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import index
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, InvalidInputError, is_refusal
+from mcinfer.logs import PoolLog
 from mcinfer.requests.frames import ShapePlan, is_leased
 from mcinfer.requests.request import Call, OutcomeFuture
 from mcinfer.requests.splitting import SplitState
@@ -23,8 +23,6 @@ from mcinfer.requests.weights import WeightVersion
 from mcinfer.specs import STRING, ModelSpec, TensorSpec
 
 __tracebackhide__ = is_refusal
-
-_log = logging.getLogger("mcinfer.master")
 
 _MAX_COMMON_BYTES = 4096  # of inputs that all rows share; with larger ones, requests are not joined
 
@@ -44,6 +42,7 @@ class InputReader:
 
     Args:
         model: Whose inputs they are.
+        log: Has the records about the pool.
         max_rows: Most rows of a run that requests are joined to.
         ragged: A node whose result's size depends on its data; empty without one.
 
@@ -51,7 +50,8 @@ class InputReader:
         apart: Why a request could not join one run with others; empty until there is such a request.
     """
 
-    def __init__(self, model: ModelSpec, max_rows: int = 1, ragged: str = "") -> None:
+    def __init__(self, model: ModelSpec, log: PoolLog, max_rows: int = 1, ragged: str = "") -> None:
+        self._log = log
         self._model = model
         self._max_rows = max_rows
         self._names = tuple(spec.name for spec in model.inputs)
@@ -195,7 +195,7 @@ class InputReader:
     def _note_apart(self, why: str) -> None:
         if not self.apart:
             self.apart = why
-            _log.warning("requests are not joined to one run: %s", why)
+            self._log.warning("requests are not joined to one run: %s", why)
 
     def _join(
         self, arrays: Sequence[NDArray[Any]], plan: ShapePlan, weights: WeightVersion

@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 from mcinfer.errors import McinferError, PredictError, is_refusal
+from mcinfer.logs import PoolLog
 from mcinfer.model_cache.split_records import SplitRecord
 from mcinfer.requests.comparing import Batch
 from mcinfer.requests.inputs import Answers
@@ -49,6 +50,7 @@ class Learner:
         engine: The name of the engine: records are kept apart by it.
         identity: Of the model; empty if it cannot be identified.
         joins: Whether requests may be joined.
+        log: Has the records about the pool.
         verify: See `Splitter`, as for `whole` and `ragged`.
         splitter: Of all calls that say no axes.
     """
@@ -61,6 +63,7 @@ class Learner:
     identity: str
     joins: bool
     verify: Verify
+    log: PoolLog
     whole: str = ""
     ragged: str = ""
     splitter: Splitter = field(init=False)
@@ -107,6 +110,7 @@ class Learner:
         return Splitter(
             self.model,
             said,
+            self.log,
             verify=self.verify,
             whole=whole or self.whole,
             ragged=self.ragged,

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from mcinfer import sharding
 from mcinfer.config import Device, Limits
 from mcinfer.errors import QueueFullError, is_refusal
+from mcinfer.logs import PoolLog
 from mcinfer.protocol import TensorRef, encode_references, part_of_joined
 from mcinfer.requests.forks import forks
 from mcinfer.requests.frames import (
@@ -222,9 +223,10 @@ class Planner(InputReader):
         max_rows: int = 1,
         weights: Sequence[TensorSpec] = (),
         ragged: str = "",
+        log: PoolLog,
     ) -> None:
         check_whole_bytes((*model.inputs, *model.outputs))
-        super().__init__(model, max_rows, ragged)
+        super().__init__(model, log, max_rows, ragged)
         self.place = place
         self._queue = queue
         self._limits = limits

@@ -16,7 +16,6 @@ A `Splitter` has no thread. One caller looks at a time; other requests run whole
 """
 
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from mcinfer.errors import (
     PredictError,
     WorkerDiedError,
 )
+from mcinfer.logs import PoolLog
 from mcinfer.requests.comparing import (
     MADE_ROWS,
     Batch,
@@ -57,8 +57,6 @@ from mcinfer.sharding import (
     split_unevenly,
 )
 from mcinfer.specs import ModelSpec
-
-_log = logging.getLogger("mcinfer.master")
 
 Verify = Literal["first", "never"]
 
@@ -98,6 +96,7 @@ class Splitter:
     Args:
         model: Its inputs and outputs.
         said: The user's axes.
+        log: Has the records about the pool.
         verify: As in `mcinfer.Master`.
         whole: Why requests run whole unless the user says what to split; empty if nothing speaks against it.
         ragged: A node whose result's size depends on data: rows of outputs are not counted then.
@@ -119,6 +118,7 @@ class Splitter:
         self,
         model: ModelSpec,
         said: SaidAxes,
+        log: PoolLog,
         *,
         verify: Verify = "first",
         whole: str = "",
@@ -127,7 +127,7 @@ class Splitter:
         recorded: Split | None = None,
         record: Callable[[Split | None], None] = lambda _: None,
     ) -> None:
-        self._model = model
+        self._model, self._log = model, log
         self.said = said
         self.updated = updated
         self._ragged = ragged
@@ -153,7 +153,7 @@ class Splitter:
         else:
             self._settle(recorded or self._first, settled=recorded is not None)
         if whole and self.state.splits and said.inputs:
-            _log.warning("requests are split as batch_axes says, without a check: %s", whole)
+            self._log.warning("requests are split as batch_axes says, without a check: %s", whole)
 
     def _settle(self, split: Split, settled: bool = True) -> None:
         splits = settled and split.splits
@@ -230,7 +230,7 @@ class Splitter:
         """Say once why requests run whole."""
         if not self._warned:
             self._warned = True
-            _log.warning(
+            self._log.warning(
                 "requests run whole, on one worker: %s. batch_axes and output_axes say what to split and "
                 "join, Master.learn(example) shows it",
                 reason,
@@ -279,7 +279,7 @@ class Splitter:
     def _believe(self, reason: str) -> None:
         """Nothing can be compared: trust the user's axes or the model's symbols."""
         self._settle(self._first)
-        _log.warning("requests are split without a check: %s", reason)
+        self._log.warning("requests are split without a check: %s", reason)
 
     # What a request shows.
 

@@ -66,6 +66,8 @@ class Allocation(Outcome[list[Slot]]):
 
 W = TypeVar("W", Request, Allocation)
 
+NoteRefusal = Callable[[McinferError], None]
+
 
 class Line(ABC, Generic[W]):
     """Callers that wait for something, first come, first served; for the loop's thread alone.
@@ -118,8 +120,11 @@ class Line(ABC, Generic[W]):
             return
         for item in [w for w in self.waiting if w.called + w.timeout <= now]:
             self.waiting.remove(item)
-            refuse(item, self.full(item))
+            self.refuse(item, self.full(item))
         self.due = min((w.called + w.timeout for w in self.waiting), default=math.inf)
+
+    def refuse(self, item: W, error: McinferError) -> None:
+        refuse(item, error)
 
     def refuse_all(self, reason: str) -> None:
         while self.waiting:
@@ -190,10 +195,16 @@ class MemoryLine(Line[Allocation]):
 
 
 class Places(Line[Request]):
-    """The requests that wait for a place in the queue."""
+    """The requests that wait for a place in the queue.
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    Args:
+        scheduler: What accepts them.
+        note_refusal: Counts a request that is refused with an error.
+    """
+
+    def __init__(self, scheduler: Scheduler, note_refusal: NoteRefusal) -> None:
         super().__init__()
+        self._note_refusal = note_refusal
         self._scheduler = scheduler
         self._next_number = 0
 
@@ -212,7 +223,7 @@ class Places(Line[Request]):
             is_full = isinstance(exc, QueueFullError)
             if is_full and item.waits and self.wait(item, has_waited):
                 return False
-            refuse(item, exc)
+            self.refuse(item, exc)
             return True
         self._next_number = number + 1
         if item.entered is not None:
@@ -225,6 +236,10 @@ class Places(Line[Request]):
         except QueueFullError as exc:
             return exc
         return QueueFullError("the queue was full until the time was over")
+
+    def refuse(self, item: Request, error: McinferError) -> None:
+        self._note_refusal(error)  # before its caller has it, who would count it, too
+        refuse(item, error)
 
     def cancel(self, outcome: Outcome[Any]) -> None:
         if outcome.settled or not isinstance(outcome, Request):
@@ -303,9 +318,11 @@ class Admission:
         due: When to look next, or earlier, unless it is earlier for `places`.
     """
 
-    def __init__(self, scheduler: Scheduler, arena: Arena, frames: IdleFrames) -> None:
+    def __init__(
+        self, scheduler: Scheduler, arena: Arena, frames: IdleFrames, note_refusal: NoteRefusal
+    ) -> None:
         self.scheduler = scheduler
-        self.places = Places(scheduler)
+        self.places = Places(scheduler, note_refusal)
         self.due = math.inf
         self._frames = frames
         # By arena: None is the host's, the others are those of devices.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from mcinfer.config import Limits
 from mcinfer.errors import ProtocolError
 from mcinfer.machine import check_tasks, usable_memory
-from mcinfer.private import inherited, model_name
+from mcinfer.private import inherited
 from mcinfer.process import Inherited
 from mcinfer.protocol import (
     MAX_HELLO_BYTES,
@@ -55,6 +55,7 @@ class Connections:
     Attributes:
         transport: Carries the messages, after `open`.
         lost: Called with a worker that does not accept messages, and why; to be killed. Set before the start.
+        model: The model, for people.
         builds: By worker, what each of its ranks loads.
         processes: The running processes, by index of the worker.
         peers: The worker and rank of each identified process, by the transport's name for it.
@@ -66,8 +67,9 @@ class Connections:
         block: Callable[[int], SharedBlock | None],
         limits: Limits,
         share: Share,
+        model: str,
     ) -> None:
-        self._share = share
+        self._share, self.model = share, model
         self.lost: Callable[[Gang, str], None]
         self.processes: dict[int, Gang] = {}
         self.builds = builds
@@ -118,7 +120,7 @@ class Connections:
                     connection=self.transport.handle,
                     group=group,
                     model=inherited(build.model),
-                    name=model_name(build.model),
+                    name=self.model,
                     inherited=self._inherited,
                     most_memory=self._limit(build),
                 )

@@ -23,6 +23,7 @@ from typing import Any
 from weakref import ref
 
 from mcinfer.errors import McinferError, PredictError
+from mcinfer.logs import PoolLog
 from mcinfer.process import becomes_readable
 from mcinfer.requests.request import OutcomeFuture, Request
 from mcinfer.scheduler.dispatch import Entry, trace_of
@@ -33,18 +34,16 @@ _GATHER_SECONDS = 0.02  # seconds that calls of `trace` wait for others
 
 _REPEAT_SECONDS = 0.01  # seconds between two calls of `repeat`
 
-_log = logging.getLogger("mcinfer.master")
-
 
 class Delivery:
     """The queue and its thread. Any thread may call any method; only `wait` waits.
 
-    Calls made before `start` wait for it. `ident` is the identifier of the running thread. `name` is that of
-    the pool, with which its records begin.
+    Calls made before `start` wait for it. `ident` is the identifier of the running thread. `log` has the
+    records about the pool.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, log: PoolLog) -> None:
+        self._log = log
         self._calls: deque[Callable[[], object]] = deque()
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asleep = False
@@ -66,7 +65,9 @@ class Delivery:
     def put(self, call: Callable[[], object]) -> None:
         """Have a call made, after those before it. After the thread's end, it is made here."""
         if os.getpid() != self._pid:
-            make_call(call)  # what else waits is for the process that this was forked from
+            make_call(
+                call, self._log
+            )  # what else waits is for the process that this was forked from
             return
         self._calls.append(call)
         if self._asleep:
@@ -92,7 +93,7 @@ class Delivery:
     def log(
         self, level: int, text: str, *values: object, failure: BaseException | None = None
     ) -> None:
-        self.put(partial(_log.log, level, f"%s: {text}", self._name, *values, exc_info=failure))
+        self.put(partial(self._log.log, level, text, *values, failure=failure))
 
     def close(self) -> None:
         """End the thread, after the calls that are queued."""
@@ -125,9 +126,9 @@ class Delivery:
             due = min(self._traces_due, repeat)
             left = due - monotonic()
             if left <= 0:
-                make_call(self._make_repeated if due == repeat else self._make_traces)
+                make_call(self._make_repeated if due == repeat else self._make_traces, self._log)
             elif self._calls:
-                make_call(self._calls[0])
+                make_call(self._calls[0], self._log)
                 self._calls.popleft()
             elif self._closing and not self._repeated:
                 return
@@ -148,7 +149,7 @@ class Delivery:
     def _make_traces(self) -> None:
         self._traces_due = math.inf  # before they are made: who comes now gathers anew
         while self._traces:
-            make_call(self._traces.popleft())
+            make_call(self._traces.popleft(), self._log)
 
     def _drain(self) -> None:
         while True:
@@ -157,20 +158,20 @@ class Delivery:
             except IndexError:
                 self._make_traces()
                 return
-            make_call(call)
+            make_call(call, self._log)
 
 
 def _nothing() -> None:
     """Only wakes the thread."""
 
 
-def make_call(call: Callable[[], object]) -> None:
+def make_call(call: Callable[[], object], log: PoolLog) -> None:
     try:
         call()
-    except BaseException:
+    except BaseException as exc:
         # Also SystemExit and its like, and what a handler of the log raises: others wait behind it.
         with suppress(BaseException):
-            _log.exception("%r failed", call)
+            log.log(logging.ERROR, "%r failed", call, failure=exc)
 
 
 def prepare(future: "ref[OutcomeFuture[Any]]") -> None:
@@ -181,6 +182,7 @@ def prepare(future: "ref[OutcomeFuture[Any]]") -> None:
 
 
 def call_trace_hook(
+    log: PoolLog,
     hook: TraceHook,
     context: Context,
     entry: Entry,
@@ -197,7 +199,7 @@ def call_trace_hook(
     if error is not None and not isinstance(error, McinferError):
         error = PredictError(f"the answers could not be joined: {error!r}")
     try:
-        context.run(hook, trace_of(entry, error, joined))
-    except BaseException:
+        context.run(hook, trace_of(entry, error, joined, log.label))
+    except BaseException as exc:
         # Also SystemExit and its like: others wait behind it.
-        _log.exception("the trace hook failed")
+        log.log(logging.ERROR, "the trace hook failed", failure=exc)

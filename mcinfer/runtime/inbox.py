@@ -21,7 +21,13 @@ from time import monotonic
 from typing import Any, NoReturn, TypeVar
 
 from mcinfer.config import Device, Limits
-from mcinfer.errors import ClosedError, McinferError, PredictTimeoutError, QueueFullError
+from mcinfer.errors import (
+    REFUSALS,
+    ClosedError,
+    McinferError,
+    PredictTimeoutError,
+    QueueFullError,
+)
 from mcinfer.requests.planner import Place
 from mcinfer.requests.request import Outcome, Request
 from mcinfer.runtime.admission import Admission, Allocation, refuse
@@ -66,9 +72,12 @@ class Doors:
         finished: Whether nothing is left, and nothing will be started.
         failure: Why it could not be started, or has failed.
         table: The requests.
+        refused: How many requests were not accepted, by reason.
     """
 
     def __init__(self, limits: Limits) -> None:
+        self.refused = dict.fromkeys(REFUSALS, 0)
+        self._refusing = threading.RLock()  # a signal's handler may be refused as well
         self.start_claims = [True]
         self.opened = self.closing = self.finished = False
         self.failure: McinferError | None = None
@@ -109,6 +118,13 @@ class Doors:
         full = for_request and self.table.in_flight >= limits.queue
         if full and limits.when_queue_full == "raise":
             self.table.check_room(limits, 0)
+
+    def note_refusal(self, error: McinferError) -> None:
+        """Count a request that this error refuses, once, in any thread; no other error counts."""
+        reason, error.refusal = error.refusal, None
+        if reason and not self.is_forked:
+            with self._refusing:
+                self.refused[reason] += 1
 
     @property
     def is_forked(self) -> bool:

@@ -17,7 +17,7 @@ import logging
 import math
 import select
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -26,7 +26,8 @@ from weakref import ref
 
 from mcinfer.config import Device
 from mcinfer.errors import BuildError, ClosedError, McinferError, ProtocolError
-from mcinfer.private import ModelInMemory, model_name
+from mcinfer.logs import PoolLog
+from mcinfer.private import ModelInMemory
 from mcinfer.process import becomes_readable, check_threads
 from mcinfer.protocol import (
     REPLY,
@@ -78,19 +79,21 @@ class Loop:
         groups: Sequence[Sequence[Build]],
         rules: PoolRules,
         memory_bytes: int,
+        log: PoolLog,
         *,
         trace: "ref[TraceHook] | None" = None,
         open_place: OpenPlace,
         share: Share,
     ) -> None:
         builds = [ranks[0] for ranks in groups]  # one, unless a model is cut
-        devices = _some(build.device for ranks in groups for build in ranks)
-        self._delivery = Delivery(f"{model_name(builds[0].model)} on {devices}")
+        self._log, self._delivery = log, Delivery(log)
         limits = self._limits = rules.limits
         self._max_rows = rules.max_batch_size
         self._opens = open_place
         self.inbox = Inbox(limits, self._delivery, self._open_place)
-        self._connections = Connections(groups, lambda n: self.admission.block(n), limits, share)
+        self._connections = Connections(
+            groups, lambda n: self.admission.block(n), limits, share, log.label
+        )
         self.supervision = Supervision(self._connections, self.inbox, self._delivery, rules)
         self._block_numbers = count()
         self.arena = Arena(
@@ -99,7 +102,9 @@ class Loop:
         self.frames = IdleFrames()
         scheduler = self._scheduler = Scheduler(builds, self, self.supervision, rules)
         self.supervision.scheduler = scheduler
-        self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
+        self.admission = self.inbox.admission = Admission(
+            scheduler, self.arena, self.frames, self.inbox.note_refusal
+        )
         self.inbox.table = scheduler.table
         self.model: ModelInMemory | None = None
         self._trace = trace
@@ -210,6 +215,7 @@ class Loop:
             max_rows=self._max_rows,
             weights=specs_of(built.weights),
             ragged=built.ragged,
+            log=self._log,
         )
 
     @property
@@ -373,6 +379,7 @@ class Loop:
             memory_bytes=self.arena.size + sum(blocks.size for blocks in lent),
             memory_used_bytes=max(0, self.arena.used - idle) + sum(blocks.used for blocks in lent),
             weights_version=weights_version,
+            refused={**self.inbox.refused},
             health=self.supervision.take_health(),
             workers=self.supervision.take_statistics(),
             cards=tuple(place.statistics() for place in self.inbox.places.values()),
@@ -488,6 +495,8 @@ class Loop:
         request: Request = entry.request
         future = request.future
         request.copies = request.copies or self.arena.crowded
+        if error is not None:
+            error.refusal = None  # the request was accepted
         request.set_ending(error, cancelled=entry.ending == "cancelled")
         self._settled.append(request)
         if not self._scheduler.table.in_flight:  # no other answer is to come
@@ -500,7 +509,8 @@ class Loop:
                 is_bare = request.error is not None or request.is_simple
                 held = request.error if is_bare else request
                 joins = not is_bare and future is not None
-                call = partial(call_trace_hook, hook, context, entry, monotonic(), held, joins)
+                given = hook, context, entry, monotonic(), held, joins
+                call = partial(call_trace_hook, self._log, *given)
                 (self._delivery.put if joins else self._delivery.trace)(call)
         elif future is not None and error is None and (request.copies or not request.is_simple):
             # What it holds must not wait until its user asks for it.
@@ -510,9 +520,3 @@ class Loop:
         # And its memory, once it is answered and no view of it is left; a trace still has the entry.
         request, entry.request = entry.request, None
         request.release()
-
-
-def _some(devices: Iterable[str]) -> str:
-    """The devices in words that fit a line of the log."""
-    different = [*dict.fromkeys(devices)]
-    return ", ".join(different if len(different) <= 4 else [*different[:2], "…", different[-1]])

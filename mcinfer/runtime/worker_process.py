@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from mcinfer.errors import ProtocolError
+from mcinfer.logs import fields_of, writes_json
 from mcinfer.process import (
     REQUEST,
     STATE,
@@ -97,7 +98,7 @@ class WorkerProcess:
             connection: The handle by which it connects to the master's transport.
             group: Descriptors of the group that it is a rank of.
             model: The descriptor of the model, if it is in memory.
-            name: The model's name, with which the records of its log are marked.
+            name: The model's label, with which the records of its log are marked.
             inherited: What it has of this process.
             most_memory: Bytes of memory of its own that it may have.
 
@@ -130,6 +131,8 @@ class WorkerProcess:
                 "pythonpath": inherited.pythonpath,
                 "log_level": _worker_log.getEffectiveLevel(),
                 "mark": f"[{name} worker {label[0]} {label[1]}] ",
+                "fields": {**fields_of(name), "worker": label[0], "device": label[1]},
+                "json": writes_json(),
             }
             with theirs, listening:
                 self.lifeline.greet(json.dumps(whole).encode())

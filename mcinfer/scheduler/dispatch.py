@@ -423,7 +423,7 @@ class Dispatch:
 
 
 def trace_of(
-    entry: Entry, error: McinferError | None = None, joined: float | None = None
+    entry: Entry, error: McinferError | None = None, joined: float | None = None, label: str = ""
 ) -> RequestTrace:
     """The trace of a settled request with the error that its caller gets.
 
@@ -442,4 +442,5 @@ def trace_of(
         shards=tuple(
             ShardTrace(**dict(zip(_TRACED, run, strict=True))) for run in sorted(entry.runs)
         ),
+        label=label,
     )

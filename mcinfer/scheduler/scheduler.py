@@ -144,6 +144,7 @@ class Scheduler:
         Raises:
             ClosedError: The pool is closed.
             QueueFullError: `Limits.queue` or `Limits.queue_bytes` is reached.
+            WorkerDiedError: No worker serves, and none has a start left within its budget.
         """
         if self.lifecycle.closing or not self.lifecycle.started:
             raise ClosedError("the master is closed")
@@ -152,12 +153,11 @@ class Scheduler:
         table, limits = self.table, self._limits
         if entry.limited and (table.in_flight >= limits.queue or limits.queue_bytes is not None):
             self.check_room(entry.size)
+        if not self.lifecycle.is_steady and self.lifecycle.circuit_open:
+            raise self.lifecycle.outage(now).refusing("no_worker")
         table.accept(entry)
         if entry.deadline < self.due:
             self.due = entry.deadline
-        if not self.lifecycle.is_steady and self.lifecycle.circuit_open:
-            self._fail(entry, self.lifecycle.outage(now), now)
-            return
         self._dispatch.enter(entry, now)
         if self.queue.items:
             self.due = min(self.due, self._dispatch.due)

@@ -18,16 +18,18 @@ import fcntl
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from math import isnan
 from operator import add
 from pathlib import Path
+from typing import Any
 
 from msgspec import msgpack
 
+from mcinfer.errors import Refusal
 from mcinfer.private import take_lock
 from mcinfer.serve.models import Models
 from mcinfer.statistics import Health, Histogram, Statistics, WorkerStatistics
@@ -136,7 +138,10 @@ class Figures:
     def _own(self) -> Snapshot:
         models = [
             ModelFigures(
-                name, each.version, each.last, _placed(each.master.statistics(), self.place)
+                name,
+                each.version,
+                each.last,
+                _placed(each.master.statistics(), self.place, each.refused),
             )
             for name, each in self._models.loaded()
         ]
@@ -176,10 +181,10 @@ def _other(lock: Path) -> Snapshot:
     return ended(found)
 
 
-def _placed(one: Statistics, place: int) -> Statistics:
-    """Workers of several processes have numbers that differ."""
+def _placed(one: Statistics, place: int, refused: Mapping[str, int]) -> Statistics:
+    """With what the server itself has refused; workers of several processes have numbers that differ."""
     workers = (replace(w, index=w.index + place) for w in one.workers)
-    return replace(one, workers=tuple(workers))
+    return replace(one, workers=tuple(workers), refused=_added_counts(one.refused, refused))
 
 
 def ended(of: Snapshot, *, workers: bool = True) -> Snapshot:
@@ -225,6 +230,7 @@ def _added(old: Statistics, new: Statistics) -> Statistics:
     return replace(
         new,
         **numbers,
+        refused=_added_counts(old.refused, new.refused),
         latency=_added_histogram(old.latency, new.latency),
         batch_sizes=_added_histogram(old.batch_sizes, new.batch_sizes),
         health=Health(
@@ -242,6 +248,10 @@ def _added_worker(old: WorkerStatistics | None, new: WorkerStatistics) -> Worker
     if old is None:
         return new
     return replace(new, **{n: getattr(old, n) + getattr(new, n) for n in _OF_WORKER})
+
+
+def _added_counts(old: Mapping[Refusal, int], new: Mapping[Any, int]) -> dict[Refusal, int]:
+    return {reason: number + new.get(reason, 0) for reason, number in old.items()}
 
 
 def _added_histogram(old: Histogram, new: Histogram) -> Histogram:

@@ -16,6 +16,7 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.serve.documents import MAX_JSON_BYTES, MAX_TENSORS, InferDocument, read_document
 from mcinfer.serve.inference import Inference, status_of
 from mcinfer.serve.messages import PACKAGE, message
+from mcinfer.serve.models import Instance
 from mcinfer.serve.service import Service
 from mcinfer.serve.tensors import DATATYPES, bytes_of, from_bytes
 
@@ -68,23 +69,28 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
     """Have a server of gRPC answer for the service."""
     answers = _answers(service)
 
-    async def admit(context: Any) -> None:
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not service.admits(str(shown)):
+    async def admit(context: Any, *, is_probe: bool = False) -> dict[str, Any]:
+        """What is known of the call, for the log."""
+        given = dict(context.invocation_metadata() or ())
+        name = service.request_id(str(given.get("x-request-id", "")))
+        context.set_trailing_metadata((("x-request-id", name),))
+        if not is_probe and not service.admits(str(given.get("authorization", ""))):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
+        if service.join_trace:
+            service.join_trace(context.invocation_metadata() or ())
+        return {"request_id": name}
 
     def unary(name: str) -> Any:
         async def answer(asked: Any, context: Any) -> Any:
-            if name not in ("ServerLive", "ServerReady"):
-                await admit(context)
+            about = await admit(context, is_probe=name in ("ServerLive", "ServerReady"))
             try:
                 if name == "ModelInfer":
-                    return await _infer(service, asked)
+                    return await _infer(service, asked, about)
                 content = answers[name](_read(f"{name}Request", asked))
                 content = await content if asyncio.iscoroutine(content) else content
                 return json_format.ParseDict(content or {}, message(f"{name}Response")())
             except Exception as exc:
-                status, text = status_of(exc)
+                status, text = status_of(exc, about)
                 await context.abort(_CODES.get(status, grpc.StatusCode.INTERNAL), text)
 
         # Requests come as bytes: who shows no key has none of them read.
@@ -93,14 +99,16 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
 
     async def stream(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers in the order of the requests, a few of which run at once."""
-        await admit(context)
-        under_way: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue(_AHEAD)
+        about = await admit(context)
+        under_way: asyncio.Queue[tuple[asyncio.Task[Any], dict[str, Any]] | None]
+        under_way = asyncio.Queue(_AHEAD)
 
         async def read() -> None:
             async for asked in requests:
-                task = asyncio.create_task(_infer(service, asked))
+                own = {**about}
+                task = asyncio.create_task(_infer(service, asked, own))
                 try:
-                    await under_way.put(task)
+                    await under_way.put((task, own))
                 except asyncio.CancelledError:
                     task.cancel()
                     raise
@@ -112,19 +120,20 @@ def add_service(server: grpc.aio.Server, service: Service) -> None:
 
         reading, ending = asyncio.create_task(read()), asyncio.create_task(end())
         try:
-            while task := await under_way.get():
+            while found := await under_way.get():
+                task, own = found
                 answer = message("ModelStreamInferResponse")()
                 try:
                     answer.infer_response.CopyFrom(await task)
                 except Exception as exc:
-                    answer.error_message = status_of(exc)[1]
+                    answer.error_message = status_of(exc, own)[1]
                 yield answer
         finally:
             reading.cancel()
             ending.cancel()
             while not under_way.empty():
-                if task := under_way.get_nowait():
-                    task.cancel()
+                if found := under_way.get_nowait():
+                    found[0].cancel()
 
     handlers = {name: unary(name) for name in (*answers, "ModelInfer")}
     write = message("ModelStreamInferResponse").SerializeToString
@@ -145,10 +154,16 @@ def _read(name: str, data: bytes) -> Any:
         raise InvalidInputError(f"the request: {exc}") from exc
 
 
-async def _infer(service: Service, asked: Any) -> Any:
-    """Answer one request, which comes as bytes; raises what `Inference` does."""
-    size, asked = len(asked), _read("ModelInferRequest", asked)
+async def _infer(service: Service, data: bytes, about: dict[str, Any]) -> Any:
+    """Answer one request; raises what `Inference` does, and says what it is `about`."""
+    asked = _read("ModelInferRequest", data)
     instance = service.models.instance(asked.model_name, asked.model_version)
+    about["model"], about["version"] = asked.model_name, instance.version
+    with instance:
+        return await _answer(service, instance, asked, len(data))
+
+
+async def _answer(service: Service, instance: Instance, asked: Any, size: int) -> Any:
     if len(asked.inputs) > MAX_TENSORS or len(asked.outputs) > MAX_TENSORS:
         raise InvalidInputError(f"expected at most {MAX_TENSORS} inputs, and outputs")
     if size - sum(map(len, asked.raw_input_contents)) > MAX_JSON_BYTES:
@@ -173,14 +188,13 @@ async def _infer(service: Service, asked: Any) -> Any:
         raise InvalidInputError(f"raw_input_contents: got {len(raw)} more than inputs for them")
     outputs = [{"name": t.name, "parameters": _plain(t.parameters)} for t in asked.outputs]
     said = {"id": asked.id, "parameters": _plain(asked.parameters), "inputs": inputs}
-    with instance:
-        document = read_document(InferDocument, {**said, "outputs": outputs})
-        request = Inference(document, instance, service.regions, binary=True)
-        for head, size in request.read():
-            read = partial(from_bytes, head, values[head.spec.name])
-            is_long = size > _SMALL_BYTES and not head.shareable
-            request.arrays[head.spec.name] = await asyncio.to_thread(read) if is_long else read()
-        arrays = await request.run()
+    document = read_document(InferDocument, {**said, "outputs": outputs})
+    request = Inference(document, instance, service.regions, binary=True)
+    for head, size in request.read():
+        read = partial(from_bytes, head, values[head.spec.name])
+        is_long = size > _SMALL_BYTES and not head.shareable
+        request.arrays[head.spec.name] = await asyncio.to_thread(read) if is_long else read()
+    arrays = await request.run()
     answer = message("ModelInferResponse")(
         model_name=asked.model_name, model_version=instance.version, id=asked.id
     )

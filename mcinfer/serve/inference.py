@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Inference:
         asked: As given.
         wishes: The outputs, in the request's order.
         arrays: The values of inputs that are read, by name.
+        rows: How many there are, once it runs.
 
     Raises:
         InvalidInputError: An input or output is not of this model, missing, or of another type or shape.
@@ -67,6 +68,7 @@ class Inference:
     ) -> None:
         self._instance, self._regions, self.asked = instance, regions, asked
         self.arrays: dict[str, NDArray[Any]] = {}
+        self.rows = 0
         if asked.parameters.sequence_id:
             raise InvalidInputError("sequence_id: models keep no state here between requests")
         inputs = _by_name("input", asked.inputs, instance.inputs)
@@ -154,7 +156,7 @@ class Inference:
         inputs, reshapes = self.arrays, self._instance.output_reshapes
         if self._instance.input_reshapes:
             inputs = self._instance.to_model(inputs)
-        rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
+        self.rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
         names = [wish.spec.name for wish in self.wishes]
         try:
             answer = await self._instance.master.predict_async(
@@ -162,13 +164,14 @@ class Inference:
                 timeout=self.asked.parameters.timeout / 1e6 or None,
                 priority=-self.asked.parameters.priority or self._instance.usual_priority,
                 outputs=names,
-                shards=1 if rows <= self._instance.joins else None,
+                shards=1 if self.rows <= self._instance.joins else None,
             )
         except InvalidInputError as exc:
             if not exc.by_runtime:
                 raise
             given = "; ".join(head.said() for head in self._heads)
-            raise RefusedError(400, str(exc), f"the model refuses {given}: {LOG_SAYS}") from exc
+            refused = RefusedError(400, str(exc), f"the model refuses {given}: {LOG_SAYS}")
+            raise refused.refusing(exc.refusal) from exc  # its master has counted it
         for name in reshapes.keys() & answer if reshapes else ():
             answer[name] = reshapes[name].to_clients(name, answer[name])
         for wish in self.wishes:
@@ -229,21 +232,29 @@ _ANSWERS: dict[type[McinferError], tuple[int, str]] = {
 request. Those of others are of the system and of models, and may name folders."""
 
 
-def status_of(exc: BaseException, instance: Instance | None = None) -> tuple[int, str]:
-    """HTTP's status for an error, and its text for clients. What is the server's fault is logged whole."""
+def status_of(
+    exc: BaseException, about: Mapping[str, Any], instance: Instance | None = None
+) -> tuple[int, str]:
+    """HTTP's status for an error, and its text for clients. What is the server's fault is logged whole.
+
+    `about` is what is known of the request, for the log.
+    """
+    served = f"{about['model']}/{about['version']}, " if "model" in about else ""
+    subject, extra = f"{served}request {about['request_id']}", {"fields": about}
     if not isinstance(exc, McinferError):
-        _log.error("a request failed by a fault of the server's", exc_info=exc)
+        text = "%s failed by a fault of the server's"
+        _log.error(text, subject, exc_info=exc, extra=extra)
         return 500, "internal error"
     if isinstance(exc, InvalidInputError):
         return 400, shortened(str(exc))
     if isinstance(exc, RefusedError):
         if exc.public != str(exc):
-            _log.warning("%s", exc)
+            _log.warning("%s: %s", subject, exc, extra=extra)
         return exc.status, shortened(exc.public)
     status, text = next(answer for kind, answer in _ANSWERS.items() if isinstance(exc, kind))
     if isinstance(exc, WorkerDiedError) and instance and not instance.master.health().serving:
         return 503, "no worker serves now"
     if status == 500:
-        _log.warning("%s", exc)
+        _log.warning("%s: %s", subject, exc, extra=extra)
         text = f"{text}: {LOG_SAYS}"
     return status, text

@@ -14,6 +14,7 @@ import gc
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from copy import copy
@@ -25,12 +26,14 @@ from numpy.typing import NDArray
 
 from mcinfer.config import CARD_KINDS, Device, EngineOptions
 from mcinfer.engines.names import DEFAULT_ENGINE, ENGINES, engines_for
-from mcinfer.errors import BuildError, InvalidInputError, McinferError
+from mcinfer.errors import BuildError, InvalidInputError, McinferError, Refusal
+from mcinfer.logs import about
 from mcinfer.master import Master
 from mcinfer.serve.configuration import Configuration, Reshape, type_name
 from mcinfer.serve.documents import IndexEntry
 from mcinfer.serve.tensors import shape_of
 from mcinfer.specs import TensorSpec
+from mcinfer.statistics import TraceHook
 
 _log = logging.getLogger("mcinfer.serve")
 
@@ -44,6 +47,8 @@ _YOUNG = 10_000
 LOG_SAYS = "the server's log says why"
 """In answers, in the place of texts that may name files of the server."""
 
+_REFUSALS: dict[int, Refusal] = {400: "invalid", 413: "too_large", 415: "invalid"}
+
 
 class RefusedError(McinferError):
     """What the server does not do, or not now.
@@ -56,6 +61,7 @@ class RefusedError(McinferError):
     def __init__(self, status: int, text: str, public: str = "") -> None:
         super().__init__(text)
         self.status, self.public = status, public or text
+        self.refusal = _REFUSALS.get(status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +94,7 @@ class Instance:
         last: When a request last came, in seconds since 1970; 0 if none did.
         asked: By their JSON, requests that were checked; see `mcinfer.serve.inference.checked`.
         files: Those that it was loaded from, if the server looks for changes.
+        refused: Requests that were refused before the master had them, by reason.
 
     Raises:
         InvalidInputError: The model is not as its configuration says.
@@ -105,6 +112,7 @@ class Instance:
         self.last = 0.0
         self.asked: dict[bytes, Any] = {}
         self.files: _Files = {}
+        self.refused: Counter[str] = Counter()
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -113,7 +121,9 @@ class Instance:
         self._users += 1
         self._unused.clear()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, exc: BaseException | None, *__: object) -> None:
+        if isinstance(exc, McinferError) and exc.refusal:
+            self.refused[exc.refusal] += 1
         self._users -= 1
         if not self._users:
             self._unused.set()
@@ -193,6 +203,9 @@ class Models:
         opened: Is called with a master whose requests may be cut or joined before any comes.
         control: Which models to load, and when.
 
+    Attributes:
+        trace: The trace hook of all masters; set before they are opened.
+
     Raises:
         InvalidInputError: A name is none for an address; there is no such folder, or no such model in it.
     """
@@ -213,6 +226,7 @@ class Models:
             raise InvalidInputError(f"repository: {str(repository)!r} is no folder")
         self._repository, self._options, self._opened = repository, options, opened
         self._fixed = fixed or {}
+        self.trace: TraceHook | None = None
         self._models = {name: _Model(file) for name, file in files.items()}
         self._look()
         self._control = control
@@ -409,7 +423,7 @@ class Models:
             _log.warning(
                 "%s: the configuration's %s: passed over", name, ", ".join(said.passed_over)
             )
-        options = {"max_batch_size": 1, **self._options(name)}
+        options = {"max_batch_size": 1, "trace": self.trace, **self._options(name)}
         options |= said.options(options)
         given = options.get("options", EngineOptions())
         options |= {**self._fixed, "options": replace(given, **self._fixed.get("options", {}))}
@@ -435,7 +449,9 @@ class Models:
                     opened[version] = served[version]
                     continue
                 options["engine"] = engine or engines_for(file)[0]
-                opened[version] = await self._open_version(name, version, file, said, options)
+                options["label"] = f"{name}/{version}"
+                with about(options["label"]):
+                    opened[version] = await self._open_version(name, version, file, said, options)
                 opened[version].files = now
         except BaseException:
             new = [each for each in opened.values() if each not in served.values()]

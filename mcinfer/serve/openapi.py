@@ -32,6 +32,7 @@ _HEADERS = {
     "0: there is nothing but the bytes of the model's only input.",
     "Content-Encoding": "gzip or deflate.",
     "Accept-Encoding": "gzip or deflate alone: the answer is compressed.",
+    "X-Request-Id": "A name for the request, which the answer and the server's log have; else one is made.",
 }
 
 
@@ -125,7 +126,8 @@ def _parameter(name: str, place: str, text: str = "") -> dict[str, Any]:
 def _infer(given: Any, names: list[Any]) -> dict[str, Any]:
     """What is of requests for outputs alone: tensors as bytes after the JSON, and a text for each failure."""
     as_bytes: dict[str, Any] = {"application/octet-stream": {}}
-    headers = {"Inference-Header-Content-Length": {"schema": _TEXT}}
+    given_back = ("Inference-Header-Content-Length", "X-Request-Id")
+    headers = {name: {"schema": _TEXT} for name in given_back}
     answer = {"description": "The outputs.", "headers": headers}
     content = _json(Error)
     errors = {f"{n}": {"description": t, "content": content} for n, t in _INFER_ERRORS.items()}

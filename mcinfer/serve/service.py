@@ -4,11 +4,14 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -46,6 +49,9 @@ EXTENSIONS = (
 _LEVELS = {"log_verbose_level": 10, "log_info": 20, "log_warning": 30, "log_error": 40}
 """Triton's settings of its log, and the levels of Python's that they switch."""
 
+_REQUEST_ID = re.compile("[!-~]{1,128}")
+"""Visible characters of ASCII."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
@@ -57,6 +63,7 @@ class ServeOptions:
         client_shared_memory: Whether clients may register shared memory.
         key_file: Has a key in each line: who shows one is admitted. None admits all.
         strict_readiness: Whether the server is ready only while all its models are.
+        traces: Whether requests become spans of OpenTelemetry.
         why_fixed: Why no client may change the server, as one of several processes alone would take the
             change; empty if clients may.
     """
@@ -66,6 +73,7 @@ class ServeOptions:
     client_shared_memory: bool = False
     key_file: Path | None = None
     strict_readiness: bool = True
+    traces: bool = False
     why_fixed: str = ""
 
 
@@ -75,6 +83,7 @@ class Service(Collector):
     Attributes:
         ending: Is set when the server ends; load balancers should send no more requests.
         figures: What was counted.
+        join_trace: Makes the span that a request's headers name that of its caller; None without tracing.
     """
 
     def __init__(
@@ -84,6 +93,12 @@ class Service(Collector):
         self.figures = figures or Figures(models)
         self.regions = Regions(options.client_shared_memory)
         self.ending = asyncio.Event()
+        self.join_trace: Callable[[Iterable[tuple[str, Any]]], None] | None = None
+        if options.traces:
+            from mcinfer.exporters.opentelemetry import join_trace
+
+            self.join_trace = join_trace
+        self._ids = (f"{prefix}-{n:x}" for prefix in (token_hex(6),) for n in count())
         self._keys: list[bytes] = []
         self.read_keys()
         self._registry = CollectorRegistry()
@@ -107,6 +122,10 @@ class Service(Collector):
         digest = hashlib.sha256(shown.strip()).digest()
         fits = [hmac.compare_digest(digest, key) for key in self._keys]  # all, for an equal time
         return any(fits)
+
+    def request_id(self, given: str) -> str:
+        """A client's name for a request if headers and logs can have it, else a new one."""
+        return given if _REQUEST_ID.fullmatch(given) else next(self._ids)
 
     # What it says of itself.
 

@@ -200,7 +200,7 @@ class Arena:
             raise InvalidInputError(
                 f"{sum(sizes)} bytes of tensors do not fit the {self._name} of {self.limit} bytes "
                 "(Limits.memory_bytes)"
-            )
+            ).refusing("too_large")
         if self._closed:
             raise ClosedError("the master is closed")
         self.reclaim()

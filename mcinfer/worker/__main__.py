@@ -18,7 +18,8 @@ import signal
 import socket
 import sys
 
-from mcinfer.process import LOG_FORMAT, ORPHANED, end, watch_parent, write_stacks_to
+from mcinfer.logs import JsonFormatter, TextFormatter
+from mcinfer.process import ORPHANED, end, watch_parent, write_stacks_to
 from mcinfer.shm.lifeline import Lifeline
 
 
@@ -41,8 +42,10 @@ def main() -> int:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = start["pythonpath"]
-    mark = start["mark"].replace("%", "%%")
-    logging.basicConfig(level=start["log_level"], format=mark + LOG_FORMAT)
+    log = logging.StreamHandler()
+    json_lines, text = JsonFormatter(start["fields"]), TextFormatter(start["mark"])
+    log.setFormatter(json_lines if start["json"] else text)
+    logging.basicConfig(level=start["log_level"], handlers=[log])
     gc.disable()  # a look for garbage in what is imported, again and again, is a tenth of a start
     from mcinfer.runtime.transport import WorkerTransport
     from mcinfer.worker.server import WorkerLoop

@@ -1,10 +1,6 @@
 """Optimum's pipelines for ONNX Runtime with sessions of mcinfer.ort."""
 
-import os
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,9 @@ from optimum.onnxruntime import ORTStableDiffusionPipeline
 from mcinfer import ort
 from mcinfer.diffusers import TextEncoder, UNet, VaeDecoder
 from tests.diffusers.pipelines import image
+from tests.process.scripts import run_python
 
 NEAR = 1e-4
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys
@@ -35,41 +31,26 @@ np.save(sys.argv[2], pipe("a cat", num_inference_steps=3, generator=noise, outpu
 """A program that knows nothing of mcinfer."""
 
 
-def optimum_pipeline(made: Any, unet: Any, **sessions: Any) -> Any:
-    """Optimum's pipeline with these sessions, and plain ones for all else."""
-    sessions = {part: sessions.get(part) for part in ("vae_decoder", "text_encoder")}
-    given = {
-        f"{part}_session": session or onnxruntime.InferenceSession(made.models[part])
-        for part, session in sessions.items()
-    }
-    pipe = made.pipe
-    return ORTStableDiffusionPipeline(
-        unet_session=unet, scheduler=pipe.scheduler, tokenizer=pipe.tokenizer, **given
-    )
-
-
 def test_unet_of_optimum_takes_a_session_whose_runs_go_to_two_workers(example: Any) -> None:
     made = example("sd")
     plain = image(made.pipe)
     with ort.InferenceSession(made.models["unet"], devices=2) as session:
-        pipe = optimum_pipeline(made, session)
+        others = {
+            f"{part}_session": onnxruntime.InferenceSession(made.models[part])
+            for part in ("vae_decoder", "text_encoder")
+        }
+        pipe = ORTStableDiffusionPipeline(
+            unet_session=session,
+            scheduler=made.pipe.scheduler,
+            tokenizer=made.pipe.tokenizer,
+            **others,
+        )
         assert pipe.unet.session is session
         assert np.abs(image(pipe) - plain).max() <= NEAR
         assert all(worker.runs for worker in session.master.statistics().workers)
         # Of the UNet alone: Optimum cannot compute the shape of the VAE's output, whose symbol is 2*height.
         pipe.unet.use_io_binding = True
         assert np.abs(image(pipe) - plain).max() <= NEAR
-
-
-def test_every_part_may_be_such_a_session(example: Any) -> None:
-    made = example("sd")
-    with ExitStack() as opened:
-        sessions = {
-            part: opened.enter_context(ort.InferenceSession(made.models[part], devices=1))
-            for part in ("unet", "vae_decoder", "text_encoder")
-        }
-        pipe = optimum_pipeline(made, **sessions)
-        assert np.abs(image(pipe) - image(made.pipe)).max() <= NEAR
 
 
 def test_program_with_optimums_pipeline_runs_on_two_workers_as_it_is(
@@ -80,14 +61,8 @@ def test_program_with_optimums_pipeline_runs_on_two_workers_as_it_is(
     made.pipe.save_pretrained(folder)
     shutil.copytree(made.folder, folder, dirs_exist_ok=True)
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-m", "mcinfer", "ort", "--devices", "2", program, folder, drawn],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = ("-m", "mcinfer", "ort", "--devices", "2", program, folder, drawn)
+    done = run_python(*command, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "mcinfer.ort.session"
     assert np.abs(np.load(drawn) - image(made.pipe)).max() <= NEAR

@@ -1,8 +1,6 @@
 """examples/sd_dual_core/picture.py, from a folder to a PNG."""
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "sd_dual_
 
 import picture
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.process.scripts import run_python
 
 Draw = Callable[..., tuple[int, str, str]]
 
@@ -74,15 +72,8 @@ def test_folder_that_is_no_pipeline_is_an_error_in_one_line(tmp_path: Path, draw
 
 def test_wrong_option_is_an_error_before_pytorch_is_imported(tmp_path: Path) -> None:
     output = tmp_path / "no" / "cat.png"
-    command: list[Any] = [sys.executable, "-X", "importtime", picture.__file__, tmp_path, "a cat"]
-    done = subprocess.run(
-        [*command, "--output", output],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = ("-X", "importtime", picture.__file__, tmp_path, "a cat")
+    done = run_python(*command, "--output", output, timeout=600)
     assert done.returncode == 2
     assert "--output: there is no folder" in done.stderr
     assert not re.search(r"\| +(torch|diffusers)$", done.stderr, re.MULTILINE)

@@ -55,21 +55,17 @@ def test_without_a_card_one_line_says_so_and_it_fails_unless_that_is_fine(
     assert make(path, target, "NO_CARD=skip") == (0, said)
 
 
-def test_python_that_has_all_is_used_as_it_is(path: Path) -> None:
+def test_python_that_has_all_is_used_as_it_is_and_else_is_the_base_of_an_environment(
+    path: Path,
+) -> None:
     program(path, "nvidia-smi", "echo GPU 0: H200")
-    python = program(path, "ready", '[ "$1" = -c ] || echo "$@"')
-    status, said = make(path, "test-gpu", f"PYTHON={python}")
+    ready = program(path, "ready", '[ "$1" = -c ] || echo "$@"')
+    status, said = make(path, "test-gpu", f"PYTHON={ready}")
     assert status == 0
     assert said.startswith("-m pytest -c tests/gpu/on_card.ini ")
-    assert make(path, "bench-gpu", f"PYTHON={python}") == (
-        0,
-        "benchmarks/gpu.py --write docs/gpu.md\n",
-    )
-
-
-def test_python_that_lacks_something_is_the_base_of_an_environment(path: Path) -> None:
-    program(path, "nvidia-smi", "echo GPU 0: H200")
-    python = program(path, "bare", '[ "$1" = -c ] && exit 1; echo "$@"; exit 1')
-    status, said = make(path, "test-gpu", "--always-make", f"PYTHON={python}")
+    benchmark = "benchmarks/gpu.py --write docs/gpu.md\n"
+    assert make(path, "bench-gpu", f"PYTHON={ready}") == (0, benchmark)
+    bare = program(path, "bare", '[ "$1" = -c ] && exit 1; echo "$@"; exit 1')
+    status, said = make(path, "test-gpu", "--always-make", f"PYTHON={bare}")
     assert status != 0  # the environment is not made
     assert "-m venv .venv-gpu" in said

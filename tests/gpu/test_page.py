@@ -1,43 +1,31 @@
 """The programs of docs/gpu.md and the benchmark of cards."""
 
 import os
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.emulated_cards import EMULATED
 from tests.gpu.cards import Cards
-from tests.gpu.conftest import HERE
+from tests.process.scripts import ROOT, blocks, run_python
 
-ROOT = HERE.parents[1]
-PAGE = (ROOT / "docs" / "gpu.md").read_text("utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs" / "gpu.md"
 
 
 def run(folder: Path, emulated: bool, *arguments: str) -> subprocess.CompletedProcess[str]:
     paths = [str(EMULATED)] * emulated + [str(ROOT)]
-    return subprocess.run(
-        [sys.executable, *["-W", "error"] * emulated, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    env = {"PYTHONPATH": os.pathsep.join(paths)}
+    strict = ["-W", "error"] * emulated
+    return run_python(*strict, *arguments, cwd=folder, env=env, timeout=600)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(610)
 @pytest.mark.parametrize("number", [0, 1])
 def test_program_prints_what_its_page_shows(number: int, cards: Cards, tmp_path: Path) -> None:
-    programs = [text for text in blocks("python") if "Master(" in text]
-    text, shown = programs[number], blocks("text")[number]
+    programs = [text for text in blocks(PAGE, "python") if "Master(" in text]
+    text, shown = programs[number], blocks(PAGE, "text")[number]
     if not cards.real:  # ONNX Runtime's CPU provider may serve
         plain, changed = 'devices=["cuda:0", "cuda:0"]', "allow_fallback=True"
         assert plain in text

@@ -4,6 +4,7 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mcinfer import Master
@@ -21,19 +22,14 @@ def test_workers_of_cards_answer_as_one_session(pool: Master, expected: Any) -> 
 def test_tensors_of_a_card_go_in_and_stay_there(pool: Master, expected: Any) -> None:
     import cupy
 
-    images = cupy.asarray(IMAGES)
-    outputs = pool.predict({"image": images}, outputs_on="device")
-    assert isinstance(outputs["embedding"], cupy.ndarray)
-    check(outputs, expected)
-    check(pool.predict({"image": images}), expected)
-    check(pool.predict({"image": IMAGES}, outputs_on="cuda:0"), expected)
-
-
-def test_memory_of_a_card_is_used_in_place(pool: Master, expected: Any) -> None:
-    arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device="cuda:0")
-    arrays["image"].set(IMAGES)
-    check(pool.predict(arrays), expected)
-    check(pool.predict(arrays, outputs_on="device"), expected)
+    allocated: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device="cuda:0")
+    allocated["image"].set(IMAGES)
+    for image in (cupy.asarray(IMAGES), allocated["image"], IMAGES):
+        for place in ("device", "cuda:0"):
+            outputs = pool.predict({"image": image}, outputs_on=place)
+            assert isinstance(outputs["embedding"], cupy.ndarray)
+            check(outputs, expected)
+        check(pool.predict({"image": image}), expected)
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
@@ -47,14 +43,18 @@ def test_run_comes_after_what_the_callers_stream_writes(
         pytest.skip("one card")
     with cupy.cuda.Device(index), cupy.cuda.Stream(non_blocking=True) as stream:
         arrays: dict[str, Any] = pool.allocate({"image": IMAGES.shape}, device=device)
+        foreign = cupy.empty(IMAGES.shape, np.float32)
         with busy(stream):
             arrays["image"].set(IMAGES)
-            future = pool.submit(arrays, outputs_on=device)
+            futures = [pool.submit(arrays, outputs_on=device)]
+            foreign.set(IMAGES)  # which is copied on the card
+            futures.append(pool.submit({"image": foreign}, outputs_on=device))
             wait_until(lambda: any(worker.state == "busy" for worker in pool.statistics().workers))
-            assert not future.done()
-    outputs: dict[str, Any] = future.result()
-    assert outputs["embedding"].device.id == index
-    check(outputs, expected)
+            assert not any(future.done() for future in futures)
+    for future in futures:
+        outputs: dict[str, Any] = future.result()
+        assert outputs["embedding"].device.id == index
+        check(outputs, expected)
 
 
 @pytest.mark.parametrize("victim", ["last", "first"])

@@ -1,6 +1,7 @@
 """Programs of users: processes of their own with a pool in them."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,7 +122,7 @@ class Program:
         out, err = self._process.communicate(timeout=timeout)
         return Ended(status=self._process.returncode, out=out, err=err)
 
-    def __enter__(self) -> "Program":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,12 +148,36 @@ def printed(code: str) -> str:
     ).stdout
 
 
+def run_python(
+    *arguments: object,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    timeout: float = 50.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python`` with these arguments to its end; `env` are more variables, as of `Program`."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
 def run_example(
     name: str, *arguments: str, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program in the folder of examples to its end."""
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=cwd)
+    return run_python(ROOT / "examples" / name, *arguments, cwd=cwd)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The blocks of code in a language that a page has."""
+    text = page.read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run_documented(text: str, folder: Path, python: str = sys.executable) -> str:

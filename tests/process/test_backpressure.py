@@ -12,17 +12,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, QueueFullError, Timeouts
+from mcinfer import ClosedError, InvalidInputError, Limits, Master, QueueFullError, Timeouts
 from mcinfer.config import INLINE
 from mcinfer.inline import InlinePool
-from mcinfer.statistics import RequestTrace
-from tests.process.models import FakeModel, assert_answers, fake_master, rows
+from mcinfer.statistics import RequestTrace, Statistics
+from tests.process.models import FakeModel, act, assert_answers, fake_master, rows
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import in_line, no_run, pids, running, stop, wait_until
 
 ONE = Limits(queue=1, when_queue_full="wait")
+
+SMALL = Limits(memory_bytes=1 << 20, when_full="raise")
 
 BOTH = pytest.mark.parametrize("devices", [1, INLINE])
 
@@ -72,9 +75,61 @@ def test_request_beyond_the_limit_is_refused_and_leaves_nothing(
                 asyncio.run(master.predict_async(rows(1)))
             statistics = master.statistics()
             assert (statistics.accepted, statistics.memory_used_bytes) == (2, used)
+            assert counted(statistics) == {"queue_full": 3}
         for future in futures:
             assert_answers(future.result(20.0), rows(1))
         assert_answers(master.predict(rows(1)), rows(1))
+
+
+def counted(statistics: Statistics) -> dict[str, int]:
+    """How many requests were refused, by the reasons of which there were any."""
+    return {reason: number for reason, number in statistics.refused.items() if number}
+
+
+def test_refused_requests_are_counted_once_by_their_reasons(fake_model: FakeModel) -> None:
+    with fake_master(fake_model(), 1, limits=SMALL) as master:
+        for call in (master.predict, master.submit):
+            with pytest.raises(InvalidInputError, match="do not fit"):
+                call(rows(1 << 17))
+        held = master.allocate({"x": (1 << 16, 4)})
+        for call in (master.predict, master.submit):
+            with pytest.raises(QueueFullError, match="memory_bytes"):
+                call(rows(1))
+        with pytest.raises(QueueFullError):
+            asyncio.run(master.predict_async(rows(1)))
+        del held
+        master.predict(rows(1))
+        statistics = master.statistics()
+        assert counted(statistics) == {"too_large": 2, "memory": 3}
+        assert "refused before: 3 memory, 2 too_large" in str(statistics)
+        assert (statistics.accepted, statistics.failed) == (1, 0)
+
+
+@BOTH
+def test_wrong_requests_of_many_threads_are_all_counted(
+    fake_model: FakeModel, devices: Any
+) -> None:
+    wrong: list[Any] = [{"y": rows(1)["x"]}, {"x": np.zeros((1, 5), np.float32)}, [1, 2]]
+
+    def ask(call: Callable[..., object]) -> None:
+        for inputs in wrong * 40:
+            with pytest.raises(InvalidInputError):
+                call(inputs)
+
+    with fake_master(fake_model(when={"-2": "invalid"}), devices) as master:
+        calls = [master.predict, master.submit] * 4
+        threads = [threading.Thread(target=ask, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with pytest.raises(InvalidInputError):
+            master.predict(rows(1), outputs=["x"])
+        with pytest.raises(InvalidInputError):  # from a run
+            master.predict(act(-2))
+        statistics = master.statistics()
+        assert counted(statistics) == {"invalid": 40 * len(wrong) * len(calls) + 1}
+        assert (statistics.accepted, statistics.failed) == (1, 1)
 
 
 # Waiting.

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +15,8 @@ from numpy.typing import NDArray
 
 from mcinfer.model_cache.cache import Cache
 from tests.emulated_cards import EMULATED
-from tests.process.scripts import ROOT
+from tests.process.scripts import ROOT, Program
+from tests.process.waiting import running
 from tests.text_models import text_model
 
 FACTS = {"device": "cuda"}
@@ -109,64 +108,28 @@ for line in sys.stdin:
 """
 
 
-class Peer:
+class Peer(Program):
     """A process that evaluates expressions."""
 
     def __init__(self, cache: Path, ledger: str, **env: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PEER],
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{EMULATED}:{ROOT}",
-                "MCINFER_CACHE": str(cache),
-                "MCINFER_EMULATED_CARDS": "2",
-                "MCINFER_EMULATED_LEDGER": ledger,
-                **env,
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self.process.pid
-
-    def tell(self, expression: str) -> None:
-        """Send an expression, whose answer is to be read later."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(expression) + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> list[Any]:
-        """The value of the oldest expression without an answer, and its error."""
-        assert self.process.stdout is not None
-        answer: list[Any] = json.loads(self.process.stdout.readline())
-        return answer
+        of_cards = {"MCINFER_EMULATED_CARDS": "2", "MCINFER_EMULATED_LEDGER": ledger}
+        place = {"PYTHONPATH": f"{EMULATED}:{ROOT}", "MCINFER_CACHE": str(cache)}
+        super().__init__(PEER, env={**place, **of_cards, **env}, talks=True)
 
     def __call__(self, expression: str) -> Any:
-        self.tell(expression)
-        value, error = self.answer()
+        value, error = json.loads(self.ask(json.dumps(expression)))
         assert not error, error
         return value
 
     def fails(self, expression: str) -> str:
         """The error of an expression."""
-        self.tell(expression)
-        value, error = self.answer()
+        value, error = json.loads(self.ask(json.dumps(expression)))
         assert error, value
         return str(error)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
+        self.send_signal(signal.SIGKILL)
+        self.wait()
 
 
 def save(folder: Path, _: int) -> None:
@@ -257,9 +220,9 @@ def test_owner_of_memory_by_handles_waits_for_those_who_have_it_open(start: Star
 
     handle = owner(f"own({importer.pid})")
     importer(f"opened({handle})")
-    owner.tell("owner.close(40)")
-    importer("weights.close()")
-    assert owner.answer() == [None, ""]
+    with running(lambda: owner("owner.close(40)")) as closed:
+        importer("weights.close()")
+    assert closed.result() is None
     assert owner("used()") == 0
 
     handle = owner(f"own({importer.pid})")

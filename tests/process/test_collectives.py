@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -38,30 +38,26 @@ say("joined", group.all_reduce(np.full(3, rank + 1)).tolist())
 """
 
 
-class Ranks:
-    """Programs that join one group; `RANK` precedes their text."""
-
-    def __init__(self, stack: ExitStack, key: str) -> None:
-        self._stack = stack
-        self._key = key
-
-    def __call__(self, *texts: str, timeout: int = 50) -> list[Program]:
-        """One for each text, once the group works."""
-        size = len(texts)
-        programs = [
-            self._stack.enter_context(Program(RANK + text, self._key, rank, size, timeout))
-            for rank, text in enumerate(texts)
-        ]
-        total = size * (size + 1) // 2
-        for program in programs:
-            assert program.line() == f"joined {[total] * 3}"
-        return programs
+Ranks = Callable[..., list[Program]]
 
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Starts a program for each text, which `RANK` precedes; they are one group, which works."""
+    key = f"{os.getpid()} {request.node.name}"
     with ExitStack() as stack:
-        yield Ranks(stack, f"{os.getpid()} {request.node.name}")
+
+        def start(*texts: str, timeout: int = 50) -> list[Program]:
+            size = len(texts)
+            programs = [
+                stack.enter_context(Program(RANK + text, key, rank, size, timeout))
+                for rank, text in enumerate(texts)
+            ]
+            for program in programs:
+                assert program.line() == f"joined {[size * (size + 1) // 2] * 3}"
+            return programs
+
+        yield start
 
 
 BARRIER = "attempt(group.barrier)"

@@ -32,14 +32,6 @@ def say(*values):
     # In one piece: the lines of all ranks go to one stream.
     sys.stdout.write(" ".join(map(str, values)) + "\\n")
     sys.stdout.flush()
-
-def attempt(operation):
-    try:
-        operation()
-    except Exception as exc:
-        say(world.rank, f"{type(exc).__name__}: {exc}")
-    else:
-        say(world.rank, "no error")
 """
 
 

@@ -14,13 +14,13 @@ import yaml
 from mcinfer.examples import encoder
 from tests.command_line import COMMAND
 from tests.dockerfiles import ROOT, command_of, lay_out
-from tests.process.scripts import Program, run_documented
+from tests.process.scripts import Program, blocks, run_documented
 
 pytestmark = pytest.mark.thorough
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text("utf-8")
 MANIFEST = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
-PAGE = (ROOT / "docs" / "howto" / "kubernetes.md").read_text("utf-8")
+PAGE = ROOT / "docs" / "howto" / "kubernetes.md"
 
 
 def checked(port: str) -> int:
@@ -55,8 +55,7 @@ def test_image_serves_what_its_probes_and_clients_ask_for_until_sigterm(tmp_path
             assert probe.getresponse().status == 200
             probe.close()
         assert checked(port) == 0
-        [program] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
-        [shown] = re.findall(r"^```text\n(.*?)^```$", PAGE, re.M | re.S)
+        [program], [shown] = blocks(PAGE, "python"), blocks(PAGE, "text")
         assert run_documented(program.replace(":8000", f":{port}"), tmp_path) == shown
         server.send_signal(signal.SIGTERM)
         ended = server.wait()

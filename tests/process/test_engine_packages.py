@@ -1,7 +1,6 @@
 """Engines that other packages bring: docs/engines.md as it stands, and what may be wrong with one."""
 
 import configparser
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import mcinfer
 from mcinfer import BuildError, MissingDependencyError
 from mcinfer.engines.adapters import ENTRY_POINTS, OWN, open_engine
 from tests.engine_requests import engine_request
+from tests.process.scripts import ROOT, blocks
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "engines.md").read_text("utf-8")
-PROGRAM, USE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAM, USE = blocks(ROOT / "docs" / "engines.md", "python")
 WEIGHT = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 

@@ -107,8 +107,6 @@ SINGLE, PARALLEL = "quick_start/main.py", "quick_start_parallel/main.py"
 SIDE = 32
 IMAGE_BYTES = SIDE * SIDE * 3 * 4
 
-"""Never gives the same answer twice."""
-
 
 @pytest.mark.thorough
 def test_quick_start_gives_the_answer_to_the_file_and_refuses_one_that_does_not_fit(

@@ -28,8 +28,16 @@ from mcinfer.bench.report import dump
 from mcinfer.examples import encoder
 from tests import bench_reports
 from tests.dockerfiles import command_of, lay_out
-from tests.process.scripts import ROOT, Program, run_documented
+from tests.process.scripts import (
+    ROOT,
+    Program,
+    blocks,
+    run_documented,
+    run_example,
+    run_python,
+)
 from tests.process.waiting import all_gone
+from tests.text_models import text_model
 
 HOWTO = ROOT / "docs" / "howto"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "ort.md", *sorted(HOWTO.glob("*.md"))]
@@ -37,11 +45,6 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "ort.md", *sorted(HOWTO.glob("*.md"
 
 # A program prints something else if an earlier one has learned how its model splits.
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    text = page.read_text("utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def program(page: Path) -> str:
@@ -153,11 +156,8 @@ def test_pytest_shows_of_a_refused_input_the_callers_lines_and_no_source_of_mcin
             ask()
     """
     (tmp_path / "test_refused.py").write_text(textwrap.dedent(text), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_refused.py"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, text=True, timeout=50, capture_output=True
-    )
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_refused.py")
+    done = run_python(*command, cwd=tmp_path, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     places = [
         (tmp_path / place).resolve()
         for place in re.findall(r"^(\S+\.py):\d+: ", done.stdout, re.MULTILINE)
@@ -223,14 +223,8 @@ def test_image_has_all_that_its_program_needs(tmp_path: Path) -> None:
     packages = lay_out(text, image, {"app.py": program(page)})
     interpreter, *arguments = command_of(text, "CMD")
     assert interpreter == "python"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=image / "app",
-        env={**os.environ, "PYTHONPATH": str(packages)},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    env = {"PYTHONPATH": str(packages)}
+    done = run_python("-W", "error", *arguments, cwd=image / "app", env=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, shown, "")
 
 
@@ -239,21 +233,25 @@ UVICORN = ("uvicorn", "service:app", "--port", "0")
 GUNICORN = ("gunicorn", "-b", "127.0.0.1:0", "service:application")
 
 
+def as_module(module: str, *arguments: str) -> str:
+    """A program that is ``python -m module`` in its working folder."""
+    return (
+        f"import runpy, sys; sys.argv[1:] = {[*arguments]!r}; sys.path.insert(0, '')\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+
+
 @contextmanager
 def serving(text: str, folder: Path, *command: str, processes: int = 2) -> Iterator[HTTPConnection]:
     """A connection to a service, which has to leave no process behind when SIGTERM ends it.
 
     `processes` is how many it has to have beside its first one, at least.
     """
-    module, *arguments = command
+    module = command[0]
     if not find_spec(module) or ("fastapi" in text and not find_spec("fastapi")):
         pytest.skip(f"{module}, or what it serves with, is not installed")
     (folder / "service.py").write_text(text, encoding="utf-8")
-    start = (
-        f"import runpy, sys; sys.argv[1:] = {arguments!r}; sys.path.insert(0, '')\n"
-        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    )
-    with Program(start, cwd=folder) as server:
+    with Program(as_module(*command), cwd=folder) as server:
         lines = iter(server.error_line, "")
         address = next(
             match[1] for line in lines if (match := re.search(r"http://(\S+:\d+)", line))
@@ -349,30 +347,17 @@ def test_processes_of_celery_answer_from_one_copy_of_the_weights(tmp_path: Path)
     weights = random.random((3 * 32 * 32, 1500), np.float32)  # above the least size that is shared
     images = random.random((2, 3, 32, 32), np.float32)
     np.save(tmp_path / "images.npy", images)
-    graph = onnx.helper.make_graph(
-        [
-            onnx.helper.make_node("Flatten", ["image"], ["row"]),
-            onnx.helper.make_node("MatMul", ["row", "w"], ["embedding"]),
-        ],
-        "g",
-        [onnx.helper.make_tensor_value_info("image", onnx.TensorProto.FLOAT, ["n", 3, 32, 32])],
-        [onnx.helper.make_tensor_value_info("embedding", onnx.TensorProto.FLOAT, ["n", 1500])],
-        [onnx.numpy_helper.from_array(weights, "w")],
+    graph = (
+        "(float[n,3,32,32] image) => (float[n,1500] y) { row = Flatten(image)  y = MatMul(row, w) }"
     )
-    opset = [onnx.helper.make_opsetid("", 17)]
-    model = onnx.helper.make_model(graph, ir_version=8, opset_imports=opset)
-    onnx.save(model, tmp_path / "model.onnx")
+    onnx.save(text_model(graph, {"w": weights}), tmp_path / "model.onnx")
     text = program(HOWTO / "celery.md").replace("(encoder()", '("model.onnx"')
     (tmp_path / "tasks.py").write_text(text, encoding="utf-8")
     (tmp_path / "on_files.py").write_text(ON_FILES, encoding="utf-8")
     for folder in ("queue", "results", "control"):
         (tmp_path / folder).mkdir()
-    arguments = ["-A", "on_files", "worker", "--concurrency", "2", "--loglevel", "INFO"]
-    start = (
-        f"import runpy, sys; sys.argv[1:] = {arguments!r}; sys.path.insert(0, '')\n"
-        "runpy.run_module('celery', run_name='__main__', alter_sys=True)"
-    )
-    with Program(start, cwd=tmp_path) as worker:
+    command = ("celery", "-A", "on_files", "worker", "--concurrency", "2", "--loglevel", "INFO")
+    with Program(as_module(*command), cwd=tmp_path) as worker:
         assert any(" ready." in worker.error_line() for _ in range(50))  # of which some are empty
         answers = json.loads(run_documented(ASKING, tmp_path))
         children = {process.pid for process in psutil.Process(worker.pid).children()}
@@ -393,16 +378,11 @@ def test_tutorial_goes_from_a_session_to_a_service(tmp_path: Path) -> None:
     page = ROOT / "docs" / "tutorial.md"
     inspected, shown = blocks(page, "text")
     session, workers, service = blocks(page, "python")
-    build = ROOT / "examples" / "sd_dual_core" / "build_unet.py"
-    command = [sys.executable, str(build), "--size", "tiny", "--output", "unet.onnx"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
-    inspect = [sys.executable, "-m", "mcinfer", "inspect", "unet.onnx"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        inspect, cwd=tmp_path, env=env, check=True, timeout=50, capture_output=True
-    )
+    build = ("sd_dual_core/build_unet.py", "--size", "tiny", "--output", "unet.onnx")
+    run_example(*build, cwd=tmp_path)
+    done = run_python("-m", "mcinfer", "inspect", "unet.onnx", cwd=tmp_path)
     in_tiny = inspected.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
-    assert done.stdout.decode().startswith(in_tiny)
+    assert done.stdout.startswith(in_tiny)
     tiny = session.replace("4, 32, 32", "4, 16, 16").replace("77, 256", "77, 32")
     assert run_documented(tiny, tmp_path).startswith("one session: ")
     assert run_documented(workers, tmp_path).partition("\n")[2] == shown

@@ -1,9 +1,6 @@
 """Workers that run MindSpore: as any others, each with a MindSpore of its own."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,7 @@ from numpy.typing import NDArray
 
 from mcinfer import Master
 from mcinfer.statistics import RequestTrace
+from tests.process.scripts import run_python
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mindspore") is None, reason="MindSpore is not installed"
@@ -40,9 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mindir") / "affine.mindir"
     script = path.with_name("export.py")  # MindSpore reads the source
     script.write_text(EXPORT)
-    command = [sys.executable, str(script), str(path)]
-    environment = {**os.environ, "GLOG_v": "3"}
-    run = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, timeout=50)
+    run = run_python(script, path, cwd=path.parent, env={"GLOG_v": "3"})
     assert run.returncode == 0, run.stderr
     return path
 

@@ -148,26 +148,33 @@ def test_replaced_weights_stay_where_resize_builds_the_model_again(
     assert answers(serves) == [[7, 8], [9, 0]]
 
 
-def test_runs_beside_updates_see_one_version(onnx_model: OnnxModel, tmp_path: Path) -> None:
+def test_runs_beside_updates_see_one_version_and_their_own_inputs(
+    onnx_model: OnnxModel, tmp_path: Path
+) -> None:
     over = threading.Event()
     seen: set[float] = set()
     serves = model(onnx_model(PAIR), named(tmp_path, "a", "b"))
 
-    def ask() -> None:
-        before = 0.0
+    def ask(thread: int) -> None:
+        before, count = 0.0, 0
         while not over.is_set():
-            (a, same), (b, also) = answers(serves)
-            assert a == same == b == also
-            assert a >= before
-            before = a
-            seen.add(a)
+            count += 1
+            x = np.full((1 + count % 7, 2), 1000 * thread, np.float32)
+            into = [Tensor(np.empty_like(x)) for _ in range(2)] if count % 3 == 0 else None
+            y, z = (output.get_data_to_numpy() - x for output in serves.predict([x], into))
+            version = float(y[0, 0])
+            assert (y == version).all()
+            assert (z == version).all()
+            assert version >= before
+            before = version
+            seen.add(version)
 
     def update(version: int) -> None:
         serves.update_weights([[tensor([version] * 2), tensor([version] * 2)]])
 
     update(0)
     with ThreadPoolExecutor(3) as pool:
-        asking = [pool.submit(ask) for _ in range(3)]
+        asking = [pool.submit(ask, thread) for thread in range(3)]
         try:
             for version in itertools.count(1):
                 update(version)

@@ -14,11 +14,10 @@ import pytest
 
 from mcinfer import RequestTrace
 from tests.process.models import FakeModel, fake_master, rows
-from tests.process.scripts import ROOT, Program, run, run_documented
+from tests.process.scripts import ROOT, Program, blocks, run, run_documented
 from tests.process.waiting import all_gone, wait_until
 
 DOCS = ROOT / "docs" / "observability.md"
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", DOCS.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def test_forked_child_exports_nothing(fake_model: FakeModel) -> None:
@@ -44,7 +43,7 @@ PRINTED = (
     r"request 0 succeeded: .*(\n  cpu:[01]: \d rows, waited .*){1,2}",
     r'(?s)(?=.*"name": "example").*"name": "mcinfer\.run".*"name": "mcinfer\.request".*',
 )
-STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SPANS = PROGRAMS
+STATISTICS, LOGGING, TRACES, ONE_PROCESS, GUNICORN, SPANS = blocks(DOCS, "python")
 
 
 @pytest.mark.thorough

@@ -5,15 +5,13 @@ Only where they are installed.
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.process.models import OnnxModel
-from tests.process.scripts import ROOT
+from tests.process.scripts import ROOT, run_python
 
 PROGRAM = """
 import json, sys
@@ -81,15 +79,7 @@ LARGE = 1 << 17
 def drive(kind: str, model: Path, clients: int, columns: int) -> Any:
     """The result of the program; the test fails if the program does."""
     path = f"{ROOT / 'benchmarks'}/{kind}"
-    arguments = [path, str(model), str(clients), str(columns)]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    done = run_python("-c", PROGRAM, path, model, clients, columns, cwd=ROOT, timeout=55)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -35,7 +35,7 @@ from tests.open_descriptors import descriptors
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.waiting import all_gone, pids, running, states, stop, wait_until
 from tests.sliced_models import save
-from tests.text_models import normal_weights, text_model
+from tests.text_models import normal_weights
 
 LONG_ROWS = 16_384  # a run of a second or so, with weights of 512 x 512
 WIDE = 1 << 18
@@ -58,7 +58,10 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lookup(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_lookup(tmp_path_factory.mktemp("ranks") / "lookup.onnx")
+    """Its output is rows that the input `index` names: a run with an index out of range fails there."""
+    ends = ["[lookup] y = Gather<axis=0>(h4, index)"]
+    path, outputs = tmp_path_factory.mktemp("ranks") / "lookup.onnx", ["float[rows,32] y"]
+    return write_chain(path, ends, outputs, more=", int64[rows] index")
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +88,6 @@ def write_mlp(path: Path, layers: int = 4, width: int = 32) -> Path:
         for n in range(layers)
     )
     text = f"(float[batch,{width}] x) => (float[batch,{width}] y) {{ {body} }}"
-    return save(path, text, weights, external=True)
-
-
-def write_lookup(path: Path, width: int = 32) -> Path:
-    """An MLP, then rows that the input `index` names: a run with an index out of range fails there."""
-    text = f"""(float[batch,{width}] x, int64[rows] index) => (float[rows,{width}] y) {{
-        a = MatMul(x, w0)  b = MatMul(a, w1)  c = MatMul(b, w2)  d = MatMul(c, w3)
-        [lookup] y = Gather<axis=0>(d, index)
-    }}"""
-    weights = normal_weights(8, **{f"w{n}": (width, width) for n in range(4)})
     return save(path, text, weights, external=True)
 
 
@@ -154,15 +147,6 @@ def test_model_in_memory_is_cut(mlp: Path) -> None:
 
 
 # Failing runs.
-
-
-def test_inputs_that_do_not_fit_fail_alone(shared: Groups, mlp: Path) -> None:
-    master = shared(2, 1)
-    before = pids(master)
-    with pytest.raises(InvalidInputError):
-        master.predict({"x": rows(2, 31)})
-    assert_close(master.predict({"x": rows(2)}), expected(mlp, {"x": rows(2)}))
-    assert pids(master) == before
 
 
 @CUTS
@@ -341,16 +325,14 @@ def test_rank_killed_while_it_starts_is_started_once_more(mlp: Path) -> None:
 # Outputs and shapes that only a run shows.
 
 
-def write_chain(path: Path, ends: Sequence[str], outputs: Sequence[str]) -> Path:
-    """x float32["batch", 32] through four products, h1 to h4, then nodes as text."""
-    random = np.random.default_rng(3)
-    weights = {f"w{n}": random.normal(0, 0.2, (32, 32)).astype(np.float32) for n in range(4)}
+def write_chain(path: Path, ends: Sequence[str], outputs: Sequence[str], *, more: str = "") -> Path:
+    """x float32["batch", 32], and more inputs, through four products, h1 to h4, then nodes as text."""
+    weights = normal_weights(8, **{f"w{n}": (32, 32) for n in range(4)})
     if any("wide" in end for end in ends):
         weights["wide"] = np.ones((32, WIDE), np.float32)
     body = "h1 = MatMul(x, w0)  h2 = MatMul(h1, w1)  h3 = MatMul(h2, w2)  h4 = MatMul(h3, w3)"
-    text = f"(float[batch,{32}] x) => ({', '.join(outputs)}) {{ {body}  {'  '.join(ends)} }}"
-    onnx.save(text_model(text, weights), str(path))
-    return path
+    text = f"(float[batch,32] x{more}) => ({', '.join(outputs)}) {{ {body}  {'  '.join(ends)} }}"
+    return save(path, text, weights)
 
 
 @pytest.mark.thorough

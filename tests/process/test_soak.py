@@ -4,24 +4,15 @@ It is a program of its own, so that it counts the memory, descriptors and thread
 """
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+from tests.process.scripts import ROOT, run_python
 
 
 def soak(*arguments: str) -> dict[str, int]:
     """The numbers of some seconds of it, by the first words of their lines; all was as promised."""
-    done = subprocess.run(
-        [sys.executable, str(SOAK), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
+    done = run_python(ROOT / "benchmarks" / "soak.py", *arguments, timeout=140)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-20_000:]
     found = re.findall(r"^(\S+(?: \S+)*) +(\d+)", done.stdout, re.MULTILINE)
     return {name: int(number) for name, number in found}

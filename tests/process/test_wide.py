@@ -10,7 +10,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from mcinfer import EngineOptions, Limits, Master
+from mcinfer import EngineOptions, Master
 from tests.process.waiting import wait_until
 from tests.text_models import text_model
 
@@ -88,26 +88,6 @@ def test_many_callers_get_right_answers_while_some_runs_are_wide(products: Path)
         statistics = master.statistics()
         assert all(worker.runs > worker.wide for worker in statistics.workers)
         assert statistics.failed == 0
-
-
-def memory(master: Master) -> int:
-    """Bytes of worker 0 that `Limits.worker_memory_bytes` is about."""
-    status = Path(f"/proc/{master.statistics().workers[0].pid}/status").read_text("utf-8")
-    size = next(line for line in status.splitlines() if line.startswith("VmData:"))
-    return 1024 * int(size.split()[1])
-
-
-def test_worker_whose_memory_limit_may_not_hold_two_keeps_to_its_share(products: Path) -> None:
-    def ask_often(limits: Limits) -> tuple[int, int]:
-        """Wide runs, and bytes of the worker's memory that the limit is about."""
-        with Master(products, 2, verify="never", limits=limits) as master:
-            for _ in range(20):
-                ask(master)
-            return wide_runs(master), memory(master)
-
-    _, size = ask_often(Limits())
-    wide, _ = ask_often(Limits(worker_memory_bytes=int(1.5 * size)))
-    assert wide == 0
 
 
 def test_weights_that_are_replaced_are_those_of_wide_runs_too(products: Path) -> None:

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from mcinfer import Master
 from mcinfer.inline import InlinePool
 from mcinfer.runtime.inbox import Question
@@ -32,6 +34,16 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def marked(name: str, value: str) -> list[psutil.Process]:
+    """The processes with this environment variable, such as all that a program has started."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                found.append(process)
+    return found
 
 
 def all_gone(pids: Sequence[int]) -> bool:

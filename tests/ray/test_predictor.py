@@ -2,8 +2,7 @@
 
 import os
 import pickle
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from numpy.typing import NDArray
 from mcinfer import ClosedError, EngineOptions, InvalidInputError
 from mcinfer.examples import encoder
 from mcinfer.ray import Predictor, _Cores, assigned_cards
-from tests.process.scripts import printed
-from tests.ray.conftest import IMAGES, ROOT, fake_model
+from tests.process.scripts import Program, printed
+from tests.ray.conftest import IMAGES, fake_model
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +170,12 @@ CORES = range(90000, 90006)
 
 def test_cores_of_a_killed_process_are_free() -> None:
     code = f"from mcinfer.ray import _Cores; c = _Cores(); print(c.claim({[*CORES]}, 6)); input()"
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, cwd=ROOT) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline().startswith("(90000")
+    with Program(code, talks=True) as other:
+        assert other.line().startswith("(90000")
         own = _Cores()
         assert own.claim(CORES, 1) == ()
-        other.kill()
-        other.wait(timeout=30)
+        other.send_signal(signal.SIGKILL)
+        other.wait()
         assert own.claim(CORES, 1) == (90000,)
         own.release()
 

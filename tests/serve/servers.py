@@ -25,7 +25,7 @@ from tests.process.waiting import all_gone, is_alive, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_SERVING = re.compile(r"serving .*? at (?:https?://)?(\S+?)(?:, gRPC at (\S+))?\n")
+_SERVING = re.compile(r'serving .*? at (?:https?://)?([^\s"]+?)(?:, gRPC at ([^\s"]+))?["\n]')
 
 _SECONDS = 60.0
 """For a server to begin, or to end."""

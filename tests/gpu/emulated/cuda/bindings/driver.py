@@ -206,7 +206,6 @@ class _Range:
     fd: int = -1
     maker: str = ""  # alloc, import, map
     state: str = "reserved"  # mapped, accessible, freed
-    references: int = 1
 
     def __post_init__(self) -> None:
         self.address = _reserve(0, self.size)
@@ -772,13 +771,6 @@ def cuIpcGetMemHandle(address: Any) -> Any:
 def cuIpcOpenMemHandle(handle: Any, flags: int) -> Any:
     context = _context()
     fd = _opened(handle, "memory")
-    inode = os.fstat(fd).st_ino
-    with _lock:
-        for one in _ranges:
-            if one.maker == "import" and one.fd >= 0 and os.fstat(one.fd).st_ino == inode:
-                os.close(fd)
-                one.references += 1
-                return CUdeviceptr(one.address)
     card, size = _card_and_size(fd)
     if card != context.card and "peers" in _WITHOUT:
         os.close(fd)
@@ -790,9 +782,7 @@ def cuIpcOpenMemHandle(handle: Any, flags: int) -> Any:
 def cuIpcCloseMemHandle(address: Any) -> None:
     _finish_work()
     found = _found(address, "accessible", maker="import")
-    found.references -= 1
-    if not found.references:
-        found.drop("freed")
+    found.drop("freed")
 
 
 def _finish_work() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -27,8 +27,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mcinfer.errors import InvalidInputError
 from mcinfer.extras import requires
+from mcinfer.logs import write_json
 from mcinfer.serve.figures import Figures
-from mcinfer.serve.http import CONNECTION, WHOLE, Connection, make_app
+from mcinfer.serve.http import CONNECTION, WHOLE, AccessLog, Connection, make_app
 from mcinfer.serve.live import page_routes
 from mcinfer.serve.models import Models, settle
 from mcinfer.serve.regions import user_of
@@ -65,6 +66,9 @@ _SMALL_BYTES = 1 << 16
 _MOST_TEXTS = 10_000
 """Records of the log that wait to be written."""
 
+_AT_ONCE = 256
+"""Of these, those that are written at once."""
+
 _UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
 """A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
 
@@ -81,6 +85,7 @@ class Endpoint:
         drain: Seconds for requests to be answered when the server ends.
         drain_delay: Seconds after SIGTERM in which it is not ready and takes connections all the same.
         access_log: Whether to log each request over HTTP.
+        json_log: Whether the log has lines of JSON.
         reuse_port: Whether other processes of this user may listen at the same port, and have a part of the
             connections.
     """
@@ -94,6 +99,7 @@ class Endpoint:
     drain: float = 30.0
     drain_delay: float = 1.0
     access_log: bool = False
+    json_log: bool = False
     reuse_port: bool = False
 
     def address(self, port: int) -> str:
@@ -129,15 +135,15 @@ class Endpoint:
             yield replace(listening, sockets=sockets)
 
     @contextmanager
-    def logging(self) -> Iterator[None]:
-        """Write records of the log without waiting, and a line for each request if that is wanted."""
-        access = logging.StreamHandler()
-        if self.access_log:
-            logger = logging.getLogger("uvicorn.access")
-            logger.addHandler(access)
-            logger.setLevel(logging.INFO)
-        with _Errors().taking_logs(access):
-            yield
+    def logging(self, access: AccessLog) -> Iterator[None]:
+        """Write the records of the log, and the lines of the access log, without waiting."""
+        if self.json_log:
+            write_json()  # this may be another process than that of the command
+        with _Errors().taking_logs() as access.write:
+            try:
+                yield
+            finally:
+                access.flush()
 
     @contextmanager
     def listening(self) -> Iterator["Listening"]:
@@ -234,17 +240,16 @@ class _Errors:
         self._writer = threading.Thread(target=self._write, name="mcinfer-log", daemon=True)
 
     @contextmanager
-    def taking_logs(self, *more: logging.StreamHandler[Any]) -> Iterator[None]:
-        """Have the records of the log that no other handler takes, and those of some handlers."""
+    def taking_logs(self) -> Iterator[Callable[[str], None]]:
+        """Have the records of the log that no other handler takes; gives what takes other lines."""
         last = logging.lastResort
-        handlers = [*more, last] if type(last) is logging.StreamHandler else more
         self._writer.start()
-        before = [handler.setStream(self) for handler in handlers]
+        before = last.setStream(self) if type(last) is logging.StreamHandler else None
         try:
-            yield
+            yield self.write
         finally:
-            for handler, stream in zip(handlers, before, strict=True):
-                handler.setStream(stream or sys.stderr)
+            if type(last) is logging.StreamHandler:
+                last.setStream(before or sys.stderr)
             self._texts.put(None)
             self._writer.join(_LAST_SECONDS)
 
@@ -258,7 +263,13 @@ class _Errors:
         """Nothing: the thread does."""
 
     def _write(self) -> None:
-        for text in iter(self._texts.get, None):
+        texts: list[str | None] = []
+        while None not in texts:
+            texts = [self._texts.get()]
+            with suppress(Empty):
+                while None not in texts and len(texts) < _AT_ONCE:
+                    texts.append(self._texts.get_nowait())
+            text = "".join(filter(None, texts))
             if dropped := self._dropped:
                 self._dropped = 0
                 text = f"{text}{dropped} records were dropped, since nothing read this\n"
@@ -459,6 +470,7 @@ class Config(uvicorn.Config):
 
     Attributes:
         service: There once it is loaded.
+        access: The access log; `Endpoint.logging` opens it.
     """
 
     service: Service
@@ -474,7 +486,7 @@ class Config(uvicorn.Config):
             loop="uvloop",
             lifespan="off",
             log_config=None,
-            access_log=endpoint.access_log,
+            access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=ceil(endpoint.drain),
@@ -482,12 +494,15 @@ class Config(uvicorn.Config):
             ssl_keyfile=key,
         )
         self.models, self.options, self.endpoint, self.folder = models, options, endpoint, folder
+        self.access = AccessLog(as_json=endpoint.json_log)
 
     def load_app(self) -> Any:
         """The application, for this process."""
         self.service = Service(self.models, self.options, Figures(self.models, self.folder))
         is_open = self.endpoint.uds or self.options.key_file or self.endpoint.host not in LOOPBACK
-        return make_app(self.service, page_routes(self.service), () if is_open else LOOPBACK)
+        hosts = () if is_open else LOOPBACK
+        log = self.access if self.endpoint.access_log else None
+        return make_app(self.service, page_routes(self.service), hosts, access_log=log)
 
     def load(self) -> None:
         """Load it; `InvalidInputError` if there is no such certificate."""
@@ -540,9 +555,13 @@ async def run(
         RefusedError: A model cannot be loaded.
         MissingDependencyError: gRPC is asked for, and not installed.
     """
-    with endpoint.listening() as listening, endpoint.logging():
+    config = Config(models, options, endpoint)
+    with (
+        endpoint.listening() as listening,
+        endpoint.logging(config.access),
+        tracing(models, options),
+    ):
         async with models:
-            config = Config(models, options, endpoint)
             config.load()
             grpc_server, grpc_port = await _grpc_server(config.service, endpoint)
             too = f", gRPC at {endpoint.address(grpc_port)}" if grpc_server else ""
@@ -553,6 +572,19 @@ async def run(
             names = ", ".join(dict(models.loaded())) or "no model"
             say(f"serving {names} at {endpoint.place(listening.sockets[0])}{too}")
             await _Server(config, listening, grpc_server).serve([*listening.sockets])
+
+
+@contextmanager
+def tracing(models: Models, options: ServeOptions) -> Iterator[None]:
+    """Have models that are opened make spans, which are exported meanwhile; nothing unless that is wanted."""
+    if not options.traces:
+        yield
+        return
+    from mcinfer.exporters.opentelemetry import exporting, request_spans
+
+    with exporting():
+        models.trace = request_spans()
+        yield
 
 
 def _renew(config: Config) -> None:
