@@ -289,7 +289,9 @@ def test_grpc_refuses_what_is_no_message_and_more_tensors_than_any_model_has(
 def test_client_that_neither_asks_nor_reads_is_let_go_and_a_slow_one_gets_its_answer(
     fake_model: FakeModel,
 ) -> None:
-    limits = "from mcinfer.cli import endpoint; endpoint._HEAD_SECONDS = endpoint._UNREAD_SECONDS = 2.0"
+    limits = (
+        "from mcinfer.cli import endpoint; endpoint._HEAD_SECONDS = endpoint._UNREAD_SECONDS = 2.0"
+    )
     options = ("--name", "model", "--engine", "fake", "--devices", 1)
     with Server(fake_model(), *options, before=limits) as server:
         with socket.create_connection(server.address, PATIENCE) as silent:
