@@ -99,7 +99,8 @@ def run():
 """
 _POOL_BODY = """
 import mcinfer
-master = mcinfer.Master(model, devices=count, options=mcinfer.EngineOptions(threads=1)).start()
+options = mcinfer.EngineOptions(threads=1, prepare="wait")
+master = mcinfer.Master(model, devices=count, options=options).start()
 def run():
     least = min(worker.runs for worker in master.statistics().workers)
     while min(worker.runs for worker in master.statistics().workers) == least:
@@ -108,11 +109,12 @@ def run():
 """
 _PROGRAMS = {
     PLAIN: _SESSION_BODY.format(package="onnxruntime", more=""),
-    INLINE: _SESSION_BODY.format(package="mcinfer.ort", more=""),
-    ALWAYS: _SESSION_BODY.format(
-        package="mcinfer, mcinfer.ort", more=", options=mcinfer.EngineOptions(prepare='always')"
+    INLINE: _SESSION_BODY.format(package="mcinfer.ort", more=", prepare='wait'"),
+    ALWAYS: _SESSION_BODY.format(package="mcinfer.ort", more=", prepare='always'"),
+    EACH: _SESSION_BODY.format(
+        package="mcinfer, mcinfer.ort",
+        more=", devices=1, options=mcinfer.EngineOptions(prepare='wait')",
     ),
-    EACH: _SESSION_BODY.format(package="mcinfer.ort", more=", devices=1"),
     POOL: _POOL_BODY,
 }
 

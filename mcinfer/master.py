@@ -8,9 +8,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from contextvars import copy_context
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from time import monotonic
@@ -45,6 +45,7 @@ from mcinfer.errors import (
 )
 from mcinfer.logs import PoolLog
 from mcinfer.machine import usable_memory, whole_cpus
+from mcinfer.model_cache import FOLDER_KEY, is_waited_for
 from mcinfer.private import SerializableModel, fill_streams, model_file, model_name
 from mcinfer.protocol import Build, encode
 from mcinfer.requests.learning import Learner
@@ -225,6 +226,11 @@ class Master:
             return InlinePool(
                 self._path, self._engine, options, self._plan, rules, self._log, trace
             )
+        if options.prepare == "auto":
+            given = self._path, options.session_config.get(FOLDER_KEY), len(self._plan.groups)
+            with suppress(OSError, BuildError):  # a worker says what is wrong with the model
+                if is_waited_for(*given):
+                    options = replace(options, prepare="wait")
         return Loop(
             _builds(self._plan, self._path, self._engine, options),
             rules,

@@ -30,6 +30,7 @@ from mcinfer.cli.doctor import (
     examine,
     judge_gpus,
     judge_limit,
+    look_at_cache,
     look_at_model,
     look_at_packages,
     look_at_runtime,
@@ -46,6 +47,7 @@ from mcinfer.cli.probes import (
     parse_core_list,
 )
 from mcinfer.machine import cpu_quota, format_core_list
+from mcinfer.model_cache.cache import Cache
 from tests.command_line import FLOAT, Capture, only_line, save
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -267,6 +269,21 @@ def test_unusable_folders_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             break
     check(found["runtime folder"], "warning", f"XDG_RUNTIME_DIR, {open_to_all}, cannot be used")
     check(found["cache"], "warning", "/proc/place cannot be used: ", "a folder that can be made")
+
+
+def test_cache_that_is_more_than_half_full_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
+    def fill(folder: Path, _: int) -> None:
+        (folder / "weights.bin").write_bytes(bytes(600 << 10))
+
+    cache.make({"model": "m"}, fill, wait=0).close()
+    for limit, state in (("1M", "warning"), ("2M", "ok")):
+        monkeypatch.setenv("MCINFER_CACHE_LIMIT", limit)
+        advice = ["mcinfer cache clear"] * (state == "warning")
+        (finding,) = look_at_cache()
+        check(finding, state, " of at most ", *advice)
+        assert ("more than half full" in finding.found) == (state == "warning")
 
 
 # The devices.

@@ -3,6 +3,7 @@
 import fcntl
 import grp
 import json
+import mmap
 import os
 import pwd
 import re
@@ -10,6 +11,7 @@ import shutil
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 import mcinfer.model_cache.cache
 import mcinfer.private
 from mcinfer.errors import InvalidInputError
+from mcinfer.model_cache import file_states
 from mcinfer.model_cache.cache import Cache, CacheUnusableError, Held, entry_key
 from tests.interrupts import interrupted_anywhere
 from tests.process.waiting import wait_until
@@ -322,6 +325,75 @@ def test_least_recently_used_entries_are_evicted_first_and_those_in_use_stay_and
         assert (held.folder / "weights.bin").exists()
 
 
+def test_thirty_versions_stay_below_the_limit_and_those_of_models_that_are_gone_go_first(
+    tmp_path: Path,
+) -> None:
+    cache = Cache(tmp_path / "cache", 10 * 4 * len(WEIGHTS))
+    model = tmp_path / "model.onnx"
+    long_ago = time.time() - 8 * 86400.0
+    kept: list[Held] = []
+    for version in range(30):
+        model.write_bytes(WEIGHTS[version:])
+        states = file_states([str(model)])
+
+        def fill_version(folder: Path, lock: int, states: Any = states) -> None:
+            fill(folder, lock)
+            (folder / "about.json").write_text(json.dumps({"files": states}))
+
+        held = cache.make({"version": version}, fill_version, wait=0)
+        if version == 0:
+            kept.append(held)  # in use
+        else:
+            held.close()
+        assert sum(info.bytes for info in cache.entries()) <= cache.limit_bytes
+    left = [info.facts["version"] for info in cache.entries()]
+    assert left[0] == 0
+    assert left[1:] == [*range(30 - len(left) + 1, 30)]
+    # The last one's model is there as it was; it was unused for longest, and stays the longest.
+    for version in left[1:]:
+        os.utime(
+            cache.folder / f"{entry_key({'version': version})}.lock", (long_ago + version,) * 2
+        )
+    os.utime(cache.folder / f"{entry_key({'version': 29})}.lock", (long_ago, long_ago))
+    cache = Cache(cache.folder, 2 * cache.entries()[-1].bytes)
+    cache.evict()
+    assert [info.facts["version"] for info in cache.entries()] == [29, 0]
+    kept[0].close()
+
+
+def test_limit_is_a_part_of_the_disk_unless_it_is_given(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "missing" / "cache")
+    assert 0 < cache.limit_bytes <= shutil.disk_usage(tmp_path).total // 4
+    assert cache.limit_bytes <= 50 * 2**30
+    assert Cache(tmp_path, 7).limit_bytes == 7
+
+
+def test_claim_belongs_to_one_and_a_failure_keeps_others_from_trying_for_an_hour(
+    cache: Cache,
+) -> None:
+    claim, why = cache.claim(KEY)
+    assert claim is not None
+    assert not why
+    assert cache.claim(KEY) == (None, "")
+    cache.settle(KEY, "no room")
+    os.close(claim)
+    assert cache.claim(KEY) == (None, "no room")
+    place = cache.folder / "background" / KEY
+    os.utime(place, (time.time() - 3601.0,) * 2)
+    claim, _ = cache.claim(KEY)
+    assert claim is not None
+    cache.settle(KEY)
+    os.close(claim)
+    assert not place.exists()
+
+
+def test_users_are_the_processes_that_map_an_entry(cache: Cache) -> None:
+    with closing(make(cache)) as held, (held.folder / "weights.bin").open("rb") as file:
+        assert cache.users() == {}
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            assert cache.users() == {KEY: [os.getpid()]}
+
+
 def test_clear_removes_unused_entries_and_the_digests_of_sources(cache: Cache) -> None:
     assert cache.clear() == (0, 0)
     keys = three_entries(cache)
@@ -467,7 +539,9 @@ def test_folder_and_limit_are_those_of_the_environment(monkeypatch: pytest.Monke
         monkeypatch.setenv("MCINFER_CACHE", own)
         monkeypatch.setenv("XDG_CACHE_HOME", xdg)
         cache = Cache.default()
-        assert (cache.folder, cache.limit_bytes) == (Path(folder), 50 * 2**30)
+        assert cache.folder == Path(folder)
+        disk = shutil.disk_usage("/")
+        assert 0 < cache.limit_bytes <= min(50 * 2**30, disk.total // 4)
     for text, limit_bytes in (("0", 0), ("500M", 500 * 2**20), ("20 GB", 20 * 2**30)):
         monkeypatch.setenv("MCINFER_CACHE_LIMIT", text)
         assert Cache.default().limit_bytes == limit_bytes

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime as ort
@@ -13,7 +14,7 @@ from onnx import TensorProto, parser
 
 from mcinfer.errors import BuildError
 from mcinfer.model_cache import FOLDER_KEY, keys
-from mcinfer.model_cache.keys import ModelContent, read_content
+from mcinfer.model_cache.keys import ModelContent, read_content, sketch
 from mcinfer.model_cache.onnx_files import chunks
 from tests.process.waiting import wait_until
 
@@ -329,3 +330,23 @@ def test_random_nodes_are_remembered_with_the_digest(tmp_path: Path, memory: Pat
     path.write_bytes(made.SerializeToString())
     for source in (remembered(path, memory), read_content(path, memory=memory)):
         assert source.random == "node 'noise' (RandomUniformLike)"
+
+
+def test_files_with_an_unknown_sketch_are_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path / "model")
+    whole = read_content(path)
+    known = sketch(whole.stamps)
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "chunks", refuse)
+        new = read_content(path, memory=tmp_path, known={"sketch of another"})
+    assert new == replace(whole, digest=known)
+    assert not [*tmp_path.glob("*.json")]  # it is no digest to remember
+    assert read_content(path, known={known}) == whole
+    (path.parent / "b.bin").write_bytes(b"\2" * 8)
+    assert read_content(path, known={known}).digest not in {known, whole.digest}
+
+
+def refuse(*_: object) -> Iterator[bytes]:
+    raise AssertionError("a file is read whole")

@@ -205,14 +205,14 @@ before, of_a_run = onnxruntime.SessionOptions(), onnxruntime.RunOptions()
 weight = onnxruntime.OrtValue.ortvalue_from_numpy(np.full(1, 28, np.float32))
 before.add_initializer("w", weight)
 from onnx import parser
-from mcinfer import EngineOptions, ort
+from mcinfer import ort
 model = parser.parse_model('<ir_version: 8, opset_import: ["": 17]> m (float[n] x) => (float[n] y)'
     "<float[1] w = {1}> { y = Mul(x, w) }").SerializeToString()
 feed = {"x": np.ones(1, np.float32)}
 plain = ort.session.PlainSession(model, before, providers=["CPUExecutionProvider"])
 for given in (before, plain.get_session_options()):
     given.add_session_config_entry("session.set_denormal_as_zero", "1")
-    session = ort.InferenceSession(model, given, options=EngineOptions(prepare="always"))
+    session = ort.InferenceSession(model, given, prepare="always")
     print(*session.run(None, feed)[0])
     try:
         ort.InferenceSession(model, given, devices=1)
@@ -604,6 +604,8 @@ def test_argument_that_does_not_fit_is_refused_before_a_worker_starts(
     [
         (["no/such/program.py"], 2, "no/such/program.py': [Errno 2] No such file or directory\n"),
         (["--devices", "x", "program.py"], 2, "devices: got 'x'"),
+        (["--prepare", "soon", "program.py"], 2, "argument --prepare: invalid choice: 'soon'"),
+        (["--prepare", "wait", "--devices", "1", "program.py"], 2, "not allowed with argument"),
         (["--unknown", "program.py"], 2, "unrecognized arguments: --unknown"),
         ([], 2, "required: PROGRAM\n"),
     ],

@@ -235,7 +235,7 @@ def test_large_model_is_prepared_by_itself_wherever_its_weights_lie(tmp_path: Pa
     text = f"g (float[batch, {size}] x) => (float[batch, {size}] y) {{ y = MatMul(x, w) }}"
     write(tmp_path / "model.onnx", (text, {"w": numbers(size, size)}))
     model = outside(tmp_path / "model.onnx", "weights.data")
-    engine = open_ort(model, prepare="auto")
+    engine = open_ort(model, prepare="wait")
     assert entry(engine)
     assert_same(engine, open_ort(model))
 

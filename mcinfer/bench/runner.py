@@ -163,7 +163,9 @@ def prepared(
         engine = engines_for(model)[0]
         if engines[0] != engine:
             options = {"devices": 1}
-        with Master(model, engine=engine, **axes, **options) as master:
+        # What is measured next is neither disturbed by preparing nor without the prepared model.
+        waiting = replace(options.pop("options", EngineOptions()), prepare="wait")
+        with Master(model, engine=engine, **axes, **options, options=waiting) as master:
             show("learning how its batch is split")
             spec, split = look_at(master, batches, inputs, **axes)
             files = {batch: folder / f"{batch}.request" for batch in batches}

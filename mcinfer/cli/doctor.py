@@ -62,7 +62,7 @@ _OPEN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 import mcinfer.ort as ort
-session = ort.InferenceSession(sys.argv[2], providers=["CPUExecutionProvider"])
+session = ort.InferenceSession(sys.argv[2], providers=["CPUExecutionProvider"], prepare="wait")
 print(json.dumps([session.prepared, session.why_plain]))
 """
 _MODEL = {
@@ -390,6 +390,9 @@ def look_at_cache() -> Iterator[Finding]:
         room = f"{_size(used)} of at most {_size(limit)}, {_size(free)} of the disk free"
         state = "not made yet" if mode is None else f"yours, mode {mode:04o}"
         found, advice = f"{path}, {state}; {room}", ""
+        if 2 * used > limit:
+            found += ": more than half full"
+            advice = "remove what is not used (mcinfer cache clear), or raise MCINFER_CACHE_LIMIT"
         if not free:
             advice = "make room there, or let MCINFER_CACHE name a folder on a disk with room"
         elif used + free < limit:

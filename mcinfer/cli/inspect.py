@@ -113,13 +113,14 @@ def _loaded(model: Path, axes: Mapping[str, Any], example: Path | None) -> _Fact
     """What a worker that has loaded the model reports, and what that left in the cache."""
     from mcinfer.bench.inputs import InputOptions, saved_inputs
     from mcinfer.cli.batch import silent_about_splits
+    from mcinfer.config import EngineOptions
     from mcinfer.master import Master
     from mcinfer.sharding import is_fixed
     from mcinfer.specs import ModelSpec
 
-    engine = engines_for(model)[0]
+    engine, waiting = engines_for(model)[0], EngineOptions(prepare="wait")
     before = _entries(model) if engine == "onnxruntime" else None
-    with silent_about_splits(), Master(model, 1, engine=engine, **axes) as master:
+    with silent_about_splits(), Master(model, 1, engine=engine, options=waiting, **axes) as master:
         spec = ModelSpec(inputs=master.inputs, outputs=master.outputs)
         providers = master.statistics().workers[0].providers
         prepared = None if before is None else _prepared(before, _entries(model))

@@ -258,7 +258,10 @@ def serve(
     # Connections take descriptors, and a worker that is replaced needs some.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    engine_options = EngineOptions(custom_operators=[*map(os.path.abspath, custom_ops or [])])
+    engine_options = EngineOptions(
+        custom_operators=[*map(os.path.abspath, custom_ops or [])],
+        prepare="wait" if processes > 1 else "auto",  # else each would keep a copy
+    )
     given, options = _dealt(devices or [], [*files], engine_options)
     fixed: dict[str, Any] = {}
     with_regions = client_shared_memory or client_shared_memory_tcp

@@ -6,6 +6,9 @@
                                              Cache.make ◄────────────┘ none yet
     one process of all: Making.fill ──►  run_child ──► the adapter's `fill` writes the entry's folder
 
+A process that waits for the entry makes it. One that does not wait loads the model as it is; of all these,
+one (`Cache.claim`) starts another process (`run_beside`), which makes the entry and may outlive it.
+
 A model that cannot be prepared is loaded as it is, and the engine's `notes` say why. If a runtime cannot
 save a model's optimised form, an entry without a model records this, so that mcinfer tries only once.
 """
@@ -19,7 +22,7 @@ import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from time import monotonic
@@ -29,7 +32,13 @@ from mcinfer.checks import as_map, from_map
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.providers import NAMES, device_error, graph_options, provider_of
-from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, shortened
+from mcinfer.errors import (
+    BuildError,
+    InvalidInputError,
+    McinferError,
+    MissingDependencyError,
+    shortened,
+)
 from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.cache import (
     ABOUT_FILE,
@@ -43,8 +52,8 @@ from mcinfer.model_cache.cache import (
     entry_key,
     is_key,
 )
-from mcinfer.model_cache.children import ChildFailedError, Progress, run_child
-from mcinfer.model_cache.keys import ModelContent, read_content
+from mcinfer.model_cache.children import ChildFailedError, Progress, run_beside, run_child
+from mcinfer.model_cache.keys import ModelContent, read_content, sketch
 from mcinfer.model_cache.onnx_files import added_inputs, check_regular, scan
 from mcinfer.private import in_words, inherited, model_name, naming_limit
 from mcinfer.protocol import MAX_NOTE, MAX_NOTES, TensorFields
@@ -109,17 +118,19 @@ class Preparation:
         held: The cache's entry with the prepared form, if it is in the cache.
         path: The file of the prepared form; None to load the model as it is.
         notes: Messages for the user.
+        is_coming: Whether another process makes the prepared form, for those that start later.
     """
 
     held: Held | None = None
     path: Path | None = None
     notes: tuple[str, ...] = ()
+    is_coming: bool = False
 
 
 def find_or_make(
     request: EngineRequest, runtime: Runtime, progress: Progress | None = None
 ) -> Preparation:
-    """The prepared form of the request's model; makes it if there is none yet.
+    """The prepared form of the request's model; makes it, or has it made, if there is none yet.
 
     Args:
         request: The model, and how to load it.
@@ -144,21 +155,21 @@ def find_or_make(
     if prepare == "never" or not _is_prepared_for(request):
         return Preparation()
     try:
-        if prepare == "auto" and not is_large(request.model, folder):
+        if prepare != "always" and not is_large(request.model, folder):
             return Preparation()
         content = content_of(request)
-        making = Making(
-            function=f"{_ADAPTER}:fill",
-            request=request,
-            content=content,
-            slow=SLOW,
-            progress=progress,
-            keeps_failure=True,
-        )
-        held = making.open(facts_of(request, runtime, content))
+        facts = facts_of(request, runtime, content)
+        # Sessions on a card cannot share their weights without it, so they wait.
+        if prepare in ("auto", "background") and request.device.kind == "cpu":
+            held = Cache.default().open(entry_key(facts))
+            if held is None:
+                return _make_beside(request, runtime, entry_key(facts))
+        else:
+            held = _making(request, content, progress).open(facts)
     except BuildError as exc:
         # The runtime refuses a file that is not a model, in better words; it takes a format of its own.
-        notes = (shortened(f"{OWN_COPY}: {exc}"),) if prepare == "always" else ()
+        said = prepare in ("background", "always")
+        notes = (shortened(f"{OWN_COPY}: {exc}"),) if said else ()
         return Preparation(notes=notes)
     except (CacheUnusableError, ChildFailedError, MissingDependencyError, OSError) as exc:
         # Without random names: all workers then have the same note.
@@ -171,6 +182,55 @@ def find_or_make(
     return Preparation(held=held)
 
 
+def _making(request: EngineRequest, content: ModelContent, progress: Progress | None) -> "Making":
+    return Making(
+        function=f"{_ADAPTER}:fill",
+        request=request,
+        content=content,
+        slow=SLOW,
+        progress=progress,
+        keeps_failure=True,
+    )
+
+
+def _make_beside(request: EngineRequest, runtime: Runtime, key: str) -> Preparation:
+    """Have one process of all make an entry; the model is loaded as it is meanwhile."""
+    cache, name = Cache.default(), in_words(request.model, request.model)
+    claim, failure = cache.claim(key)
+    if failure:
+        return Preparation(notes=(f"{OWN_COPY}: it could not be prepared lately: {failure}",))
+    if claim is not None:
+        try:
+            run_beside(
+                make_claimed,
+                [_plain(request), asdict(runtime), key],
+                lambda error: _log.warning("%s could not be prepared: %s", name, error),
+                pass_fds=(claim, *inherited(request.model)),
+            )
+        finally:
+            os.close(claim)
+        _log.info("preparing %s beside its sessions; those that start later map it", name)
+    return Preparation(is_coming=True)
+
+
+def make_claimed(
+    _: Progress, plain: Mapping[str, Any], runtime: Mapping[str, Any], key: str
+) -> None:
+    """Make the entry that this process has the claim of; at most one process of all does that at a time."""
+    cache, request = Cache.default(), request_of(plain)
+    turn = cache.await_turn()
+    try:
+        content = content_of(request)
+        facts = facts_of(request, Runtime(**runtime), content)
+        _making(request, content, None).open(facts).close()
+        cache.settle(key)
+    except (McinferError, OSError) as exc:
+        cache.settle(key, DRAFT.sub("…", shortened(str(exc))))
+        raise
+    finally:
+        os.close(turn)
+
+
 OWN_COPY = "each process has a copy of the weights of its own"
 
 
@@ -181,19 +241,27 @@ def _is_prepared_for(request: EngineRequest) -> bool:
     return request.device.kind == "cpu"
 
 
-def content_of(request: EngineRequest, *, any_format: bool = False) -> ModelContent:
+def content_of(
+    request: EngineRequest, *, any_format: bool = False, unless_new: bool = False
+) -> ModelContent:
     """The content of the request's model, read or remembered.
+
+    With `unless_new`, a model that surely was not prepared before is not read whole.
 
     Raises as `read_content`.
     """
     if request.content is not None:
         return request.content
     folder = request.options.session_config.get(FOLDER_KEY)
-    memory = None
+    memory = known = None
     if is_large(request.model, folder):  # small ones are read as fast
         with suppress(CacheUnusableError):
+            if unless_new:
+                known = Cache.default().sketches()
             memory = Cache.default().notes("sources")
-    return read_content(request.model, folder=folder, memory=memory, any_format=any_format)
+    return read_content(
+        request.model, folder=folder, memory=memory, any_format=any_format, known=known
+    )
 
 
 def readable_content(request: EngineRequest) -> ModelContent | None:
@@ -435,7 +503,10 @@ class Making:
         if error:
             _record_failure(folder, error, content.size)
         name = f"{model_name(model)}{self.kind}"
-        about = {"name": name, "bytes": content.size, "seconds": seconds}
+        about: dict[str, Any] = {"name": name, "bytes": content.size, "seconds": seconds}
+        about["sketch"] = sketch(content.stamps)
+        if not inherited(model):  # else it has no path
+            about["files"] = content.stamps
         (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
         self._tick(folder, {}, seconds)
         if not error:

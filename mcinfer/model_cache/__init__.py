@@ -10,7 +10,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 LEAST_PREPARED_BYTES = 16 << 20
-"""Least size of a model that ``prepare="auto"`` prepares."""
+"""Least size of a model that is prepared, except by ``prepare="always"``."""
+
+_MOST_COPIED_BYTES = 256 << 20
+"""To prepare so many bytes of weights takes some seconds, once on a machine; a pool that did not wait keeps
+its copies for as long as it serves."""
+
+
+def is_waited_for(model: str | os.PathLike[str], folder: str | None, workers: int) -> bool:
+    """Whether a pool waits for its prepared model: where its further copies would take more than 256 MiB.
+
+    Raises as `is_large`.
+    """
+    return workers > 1 and (workers - 1) * model_bytes(model, folder) > _MOST_COPIED_BYTES
+
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 """ONNX Runtime's option for models that do not lie beside their external data."""
@@ -36,6 +49,11 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
         # An IR has its weights in another file.
         if not os.fspath(model).endswith(".xml") and not has_external_data(model):
             return False
+    return model_bytes(model, folder) >= LEAST_PREPARED_BYTES
+
+
+def model_bytes(model: str | os.PathLike[str], folder: str | None = None) -> int:
+    """The size of a model with its external data; arguments and errors are those of `is_large`."""
     from pathlib import Path
 
     from mcinfer.errors import BuildError
@@ -45,7 +63,7 @@ def is_large(model: str | os.PathLike[str], folder: str | None) -> bool:
     place = Path(folder).absolute() if folder else None
     with suppress(BuildError):  # a format of the runtime's own, or data that it refuses too
         size = sum(file.stat().st_size for file in model_files(Path(model).absolute(), place))
-    return size >= LEAST_PREPARED_BYTES
+    return size
 
 
 def has_external_data(model: str | bytes | os.PathLike[str]) -> bool:

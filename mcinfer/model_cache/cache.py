@@ -6,6 +6,8 @@
                          manifest.json: format, facts, and of every other file name, size, SHA-256 and stamps
     ROOT/KEY.lock        empty; its flock says who uses or makes the entry, its mtime when it was last used
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
+    ROOT/background/KEY  locked by the process that prepares this model beside its users; the text in it says
+                         why that failed. Of all such processes, one at a time has ROOT/background/turn
     ROOT/sources/        digests of files that models were prepared from (`keys`)
     ROOT/splits/         how models' batches are split (`split_records`)
     ROOT/engines/KEY/    what a runtime builds while it runs (TensorRT, OpenVINO on GPUs); its mtime says
@@ -43,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
+from mcinfer.model_cache import file_states
 from mcinfer.private import Descriptor, check_own, leads_to, take_lock
 
 MANIFEST = "manifest.json"
@@ -51,7 +54,8 @@ MODEL_FILE = "model.onnx"
 """File of an entry: the optimised graph; its packed weights lie beside it."""
 
 ABOUT_FILE = "about.json"
-"""File of an entry: ``name`` of the model, ``bytes`` of its files, ``seconds`` that preparing took."""
+"""File of an entry: ``name`` of the model, ``bytes``, `keys.sketch` and states (``files``) of its files,
+``seconds`` that preparing took."""
 
 FAILURE_FILE = "failure.txt"
 """File in place of a model: the runtime's message why the model cannot be prepared."""
@@ -338,10 +342,16 @@ _DRAFT = re.compile(r"tmp-([0-9a-f]{32})-.*")
 _LIMIT = re.compile(r"([0-9]{1,15}) ?([KMGT]?)(?:i?B)?")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DEFAULT_LIMIT_BYTES = 50 * 2**30
+_SHARE_OF_DISK = 4
+_STALE_SECONDS = 7 * 86400.0
+"""After so long without a use, an entry whose model is not there any more goes before others."""
+_AGAIN_SECONDS = 3600.0
+"""Until a model that could not be prepared beside its users is tried again."""
 
 _MAX_BUSY_SECONDS = 1.0
 
 _ENGINES = "engines"
+_BACKGROUND, _TURN = "background", "turn"
 
 _PAUSE = 0.02
 """Seconds between two tries to lock: flock knows no deadline, and an alarm would be the user's."""
@@ -381,25 +391,39 @@ class Cache:
 
     Attributes:
         folder: ROOT, absolute; may be missing until an entry is made.
-        limit_bytes: Disk space above which unused entries are removed.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self.folder = folder.absolute()
-        self.limit_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Disk space above which unused entries are removed.
+
+        Unless it was given, the smaller of 50 GiB and a quarter of what its file system has free or the
+        cache takes.
+        """
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        with unusable(self.folder):
+            place = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+            disk = os.statvfs(place)
+            room = disk.f_bavail * disk.f_frsize + disk_bytes(self.folder)
+        return min(_DEFAULT_LIMIT_BYTES, room // _SHARE_OF_DISK)
 
     @classmethod
     def default(cls) -> "Cache":
         """The cache of this user.
 
         Its folder is ``$MCINFER_CACHE``, else ``$XDG_CACHE_HOME/mcinfer``, else ``~/.cache/mcinfer``. Its
-        limit is ``$MCINFER_CACHE_LIMIT`` (bytes, or ``500M``, ``20G``: powers of 1024), else 50 GiB.
+        limit is ``$MCINFER_CACHE_LIMIT`` (bytes, or ``500M``, ``20G``: powers of 1024), if it is set.
 
         Raises:
             InvalidInputError: MCINFER_CACHE_LIMIT is of another form.
             CacheUnusableError: The user has no home folder.
         """
-        limit_bytes = _DEFAULT_LIMIT_BYTES
+        limit_bytes = None
         if text := os.environ.get("MCINFER_CACHE_LIMIT"):
             match = _LIMIT.fullmatch(text)
             if match is None:
@@ -419,7 +443,7 @@ class Cache:
         return cls(home / "mcinfer", limit_bytes)
 
     def notes(self, name: str) -> Path:
-        """The folder ``sources`` or ``splits``, which is made if it is missing."""
+        """The folder ``sources``, ``splits`` or ``background``, which is made if it is missing."""
         with unusable(self.folder):
             check_own(self.folder, make=0o700)
             check_own(self.folder / name, make=0o700)
@@ -517,12 +541,65 @@ class Cache:
             _log.warning("no entries were evicted: %s", exc)
         return held
 
+    def claim(self, key: str) -> tuple[int | None, str]:
+        """Claim an entry, to make it beside its users: one process of all has the claim.
+
+        Returns:
+            The claim, a descriptor for the caller to close or to hand on, which `settle` ends; or None if
+            another process has it, or if making it has failed within the last hour; and why.
+        """
+        with unusable(self.folder):
+            place = self.notes(_BACKGROUND) / key
+            lock = take_lock(place)
+            failure = ""
+            if lock is not None and place.stat().st_mtime > time.time() - _AGAIN_SECONDS:
+                failure = place.read_text(encoding="utf-8", errors="replace")
+            if lock is not None and failure:
+                os.close(lock)
+                return None, failure
+            return lock, ""
+
+    def settle(self, key: str, failure: str = "") -> None:
+        """Say of a claimed entry that it was made, or why it could not be; by the process with the claim."""
+        place = self.folder / _BACKGROUND / key
+        with suppress(OSError):  # no room even for that
+            if failure:
+                place.write_text(failure, encoding="utf-8")
+            else:
+                place.unlink()
+
+    def await_turn(self) -> int:
+        """Wait until no other process makes an entry beside its users; a descriptor that holds the turn."""
+        with unusable(self.folder):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            turn = os.open(self.notes(_BACKGROUND) / _TURN, flags, 0o600)
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        return turn
+
     def entries(self) -> list[EntryInfo]:
         """All entries, damaged ones too, the most recently used last."""
         with unusable(self.folder), suppress(FileNotFoundError):
             check_own(self.folder)
             return [self._about(*stored) for stored in self._stored()]
         return []
+
+    def sketches(self) -> set[str] | None:
+        """The `keys.sketch` of all models that were prepared; None if that is not known of one."""
+        with unusable(self.folder), suppress(FileNotFoundError):
+            found = [about(self.folder / match[0]).get("sketch") for match in self._names(_KEY)]
+            return {*map(str, found)} if all(found) else None
+        return set()
+
+    def users(self) -> dict[str, list[int]]:
+        """By key, the processes that map an entry's files, of those into which this user may look."""
+        found: dict[str, list[int]] = {}
+        inside = re.compile(rf"{re.escape(os.path.realpath(self.folder))}/([0-9a-f]{{32}})/")
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+            with suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+                for key in {*inside.findall(maps)}:
+                    found.setdefault(key, []).append(pid)
+        return found
 
     def _about(self, used_at: float, key: str, size_bytes: int) -> EntryInfo:
         folder = self.folder / key
@@ -546,14 +623,16 @@ class Cache:
         """
         with unusable(self.folder), suppress(FileNotFoundError):
             check_own(self.folder)
-            for note in (*self.folder.glob("sources/*"), *self.folder.glob("splits/*")):
-                note.unlink(missing_ok=True)
+            for name in ("sources", "splits", _BACKGROUND):
+                for note in self.folder.glob(f"{name}/*"):
+                    note.unlink(missing_ok=True)
         return self._shrink(0)
 
     def evict(self) -> int:
-        """Remove the least recently used entries beyond the limit, and what crashes left.
+        """Remove entries beyond the limit, and what crashes left.
 
-        Entries in use stay, and count towards the limit. Returns the bytes freed.
+        Those go first whose model is gone or has changed and that were unused for a week, then the least
+        recently used. Entries in use stay, and count towards the limit. Returns the bytes freed.
         """
         return self._shrink(self.limit_bytes)[0]
 
@@ -616,7 +695,7 @@ class Cache:
         with unusable(self.folder), suppress(FileNotFoundError):
             check_own(self.folder)
             self._sweep()
-            stored = sorted([*self._stored(), *self._engines()])
+            stored = sorted([*self._stored(), *self._engines()], key=self._worth)
             excess = sum(size_bytes for _, _, size_bytes in stored) - limit_bytes
             for _, name, size_bytes in stored:
                 # At a limit of 0 an entry is removed even if its files take no space.
@@ -629,6 +708,17 @@ class Cache:
                     continue
                 freed += size_bytes
         return freed, in_use
+
+    def _worth(self, stored: tuple[float, str, int]) -> tuple[bool, tuple[float, str, int]]:
+        """Sorts what goes first to the front."""
+        used_at, name, _ = stored
+        states = about(self.folder / name).get("files", [])
+        stale = bool(states) and time.time() - used_at > _STALE_SECONDS
+        with suppress(
+            OSError, ValueError, LookupError, TypeError
+        ):  # it is gone, or this is damaged
+            stale = stale and [*map(list, file_states(path for path, *_ in states))] != states
+        return not stale, stored
 
     def _identity(self, key: str) -> _Identity | None:
         try:
@@ -662,7 +752,8 @@ class Cache:
             UnsoundEntryError: It is damaged.
         """
         folder = self.folder / key
-        lock = take_lock(lock_path(folder), fcntl.LOCK_SH)
+        # Not for writing: the folder may be read-only, as in the image of a container.
+        lock = take_lock(lock_path(folder), fcntl.LOCK_SH, os.O_RDONLY | os.O_CREAT)
         if lock is None:
             return None
         with ExitStack() as unless_held:
@@ -670,7 +761,8 @@ class Cache:
             if self._identity(key) is None:
                 return None
             facts = check(folder)
-            os.utime(lock)
+            with suppress(OSError):  # likewise
+                os.utime(lock)
             held = Held(folder, lock, facts)
             unless_held.pop_all()
             return held

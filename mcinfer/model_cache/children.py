@@ -6,19 +6,24 @@
     child    one line of JSON in; lines of JSON out: {"progress": …}, the first of them empty and at once,
              then {"result": …} or {"error": text}
 
-The child ends with its parent (`mcinfer.process`), and `run_child` returns or raises only after its end.
+The child ends with its parent (`mcinfer.process`), and `run_child` returns or raises only after its end. A
+child that `run_beside` starts does neither: it goes on alone, at the lowest priority, for a bounded time.
 """
 
 import gc
 import json
 import os
 import select
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcinfer.errors import BuildError, McinferError, shortened
 from mcinfer.private import fill_streams
@@ -32,13 +37,16 @@ from mcinfer.process import (
     watch_parent,
 )
 
+if TYPE_CHECKING:
+    from subprocess import Popen
+
 Progress = Callable[[Mapping[str, Any]], None]
 """Called with what a child says of its work, such as ``seconds`` so far and ``written`` bytes."""
 
 _READ_BYTES = 1 << 16
 _TICK = 0.5
 _HELLO_SECONDS = 60.0
-_MAX_SECONDS = 4 * 3600.0  # default time limit of one task
+_MAX_SECONDS = 4 * 3600  # default time limit of one task
 
 
 class ChildFailedError(McinferError):
@@ -71,31 +79,12 @@ def run_child(
         BuildError: The function raised a `McinferError`; its text.
         ChildFailedError: The child crashed, was killed, took too long, or could not be started.
     """
-    import subprocess  # not at every worker's start
-
     if not hasattr(select, "poll"):
         raise ChildFailedError("select.poll was taken away (monkey patching), as eventlet does")
-    if not isinstance(function, str):
-        function = f"{function.__module__}:{function.__qualname__}"
-    task = {"function": function, "arguments": arguments, "parent": os.getpid()}
-    fill_streams()
-    ours, theirs = socket.socketpair()
+    process, ours, task = _start(function, arguments, os.getpid(), pass_fds)
     with ours:
         try:
-            process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
-                command("-m", "mcinfer.model_cache.children", str(theirs.fileno())),
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *pass_fds),
-                process_group=0,  # Ctrl-C reaches the parent only
-            )
-        except OSError as exc:
-            raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
-        finally:
-            theirs.close()
-        try:
-            ours.sendall(json.dumps({**task, "path": import_path()}).encode() + b"\n")
+            ours.sendall(task)
             answer = _answer(ours, process.pid, tick, most_seconds)
         except (OSError, ValueError, EOFError) as exc:
             process.kill()
@@ -107,6 +96,86 @@ def run_child(
     if "error" in answer:
         raise BuildError(answer["error"])
     return answer["result"]
+
+
+def run_beside(
+    function: Callable[..., Any] | str,
+    arguments: Sequence[Any],
+    failed: Callable[[str], None],
+    *,
+    pass_fds: Sequence[int] = (),
+) -> None:
+    """Call a function in a process of its own, which others do not wait for and which may outlive this one.
+
+    It has the lowest priority for processor and disk, is the first that the kernel ends where memory runs
+    out, and ends after four hours at most. The arguments are those of `run_child`; `failed` is called in a
+    thread with the text of an error, if this process is still there.
+
+    Raises:
+        ChildFailedError: The process could not be started.
+    """
+    process, ours, task = _start(function, arguments, 0, pass_fds)
+
+    def wait() -> None:
+        answer: dict[str, Any] = {"error": "the process that did it was ended"}
+        with ours, suppress(OSError, ValueError), ours.makefile(encoding="utf-8") as lines:
+            ours.sendall(task)
+            for line in lines:
+                answer = {**answer, **json.loads(line)}
+        process.wait()
+        if "result" not in answer:
+            failed(answer["error"])
+
+    with suppress(
+        RuntimeError
+    ):  # no thread starts at the interpreter's end; the kernel sees to the rest
+        threading.Thread(target=wait, name="mcinfer-beside", daemon=True).start()
+
+
+def _start(
+    function: Callable[..., Any] | str,
+    arguments: Sequence[Any],
+    parent: int,
+    pass_fds: Sequence[int],
+) -> "tuple[Popen[bytes], socket.socket, bytes]":
+    """A child, the channel to it, and its task; a parent of 0 is for one that goes on alone."""
+    import subprocess  # not at every worker's start
+
+    if not isinstance(function, str):
+        function = f"{function.__module__}:{function.__qualname__}"
+    task = {"function": function, "arguments": arguments, "parent": parent, "path": import_path()}
+    line = json.dumps(task).encode() + b"\n"
+    fill_streams()
+    ours, theirs = socket.socketpair()
+    try:
+        process = subprocess.Popen(  # noqa: S603 nothing in it comes from outside
+            command("-m", "mcinfer.model_cache.children", str(theirs.fileno())),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # A program whose errors are read to their end would else wait for one that goes on alone.
+            stderr=None if parent else subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *pass_fds),
+            start_new_session=True,  # Ctrl-C and hang-ups reach the parent only
+        )
+    except OSError as exc:
+        ours.close()
+        raise ChildFailedError(f"a process for it could not be started: {exc}") from exc
+    finally:
+        theirs.close()
+    return process, ours, line
+
+
+def _go_on_alone() -> None:
+    import psutil
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends this process, and with it its own child
+    signal.alarm(_MAX_SECONDS)
+    os.nice(19)
+    with suppress(OSError, psutil.Error):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _answer(
@@ -141,16 +210,20 @@ def main() -> int:
     """The child: do one task; the exit status."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
-    with channel, channel.makefile("rw", encoding="utf-8") as lines:
+    with channel, channel.makefile(encoding="utf-8") as lines:
         line = lines.readline()
         if not line:
             return ORPHANED
         task = json.loads(line)
-        watch_parent(task["parent"], channel.fileno())
         sys.path[:] = task["path"]
+        if task["parent"]:
+            watch_parent(task["parent"], channel.fileno())
+        else:
+            _go_on_alone()
 
         def answer(kind: str, content: object) -> None:
-            print(json.dumps({kind: content}), file=lines, flush=True)
+            with suppress(BrokenPipeError):  # the parent of one that goes on alone is gone
+                channel.sendall(json.dumps({kind: content}).encode() + b"\n")
 
         answer("progress", {})  # that it has begun: `sys.executable` may be no Python
         module, _, name = task["function"].partition(":")

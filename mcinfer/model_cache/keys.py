@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,12 +36,17 @@ _FRESH_NS = 2_000_000_000
 """A file that changed since may change again within the same tick of its file system's clock (FAT: 2 s)."""
 
 
+_SKETCH = "sketch "
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 12
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContent:
     """A model's content.
 
     Attributes:
-        digest: SHA-256 of the model and of its external data, or an IR's weights, in hexadecimal digits.
+        digest: SHA-256 of the model and of its external data, or an IR's weights, in hexadecimal digits; or
+            the `sketch` of files that were not read whole.
         stamps: Of the files when they were read: the model, then its external data, in the order and as often
             as the model names it.
         random: A node that draws random numbers; empty if there is none, or the format is not ONNX.
@@ -78,6 +84,7 @@ def read_content(
     folder: str | os.PathLike[str] | None = None,
     memory: Path | None = None,
     any_format: bool = False,
+    known: Collection[str] | None = None,
 ) -> ModelContent:
     """Read a model's files, or recall their digest if they have not changed.
 
@@ -86,6 +93,7 @@ def read_content(
         folder: Folder of its external data; None or empty: beside the model, as in ONNX Runtime.
         memory: Folder of mode 0700 with remembered digests, if any; its errors are ignored.
         any_format: Whether to take a file that is no ONNX model as it is, an IR with its weights.
+        known: Sketches: files with another one are not read whole, nor remembered.
 
     Raises:
         BuildError: Not an ONNX model; external data is missing, not a file or outside of its folder; a file
@@ -101,16 +109,29 @@ def read_content(
         if remembered := _recall(notes):
             return remembered
     started_ns = time.time_ns()  # from here on a change of a file that is not fresh shows
-    source = _read(model, place, any_format=any_format)
+    source = _read(model, place, any_format=any_format, known=known)
     last_ns = max(max(stamp.mtime_ns, stamp.ctime_ns) for stamp in source.stamps)
     fresh = last_ns >= started_ns - _FRESH_NS
-    if notes is not None and not fresh:
+    if notes is not None and not fresh and not source.digest.startswith(_SKETCH):
         with suppress(OSError):
             write_atomically(notes, json.dumps({"version": _RECORD_VERSION, **asdict(source)}))
     return source
 
 
-def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent:
+def sketch(stamps: Iterable[FileState]) -> str:
+    """A digest of a few bytes of these files: if it differs, so do the files."""
+    total = hashlib.sha256()
+    for stamp in dict.fromkeys(stamps):
+        total.update(stamp.size.to_bytes(8, "little"))
+        with open_regular(stamp.path) as (descriptor, _):
+            for n in range(_SAMPLES):
+                total.update(os.pread(descriptor, _SAMPLE_BYTES, n * stamp.size // _SAMPLES))
+    return _SKETCH + total.hexdigest()
+
+
+def _read(
+    model: Path, folder: Path | None, *, any_format: bool, known: Collection[str] | None
+) -> ModelContent:
     stamps = [*file_states([str(model)])]
     try:
         found = scan(model)
@@ -122,6 +143,10 @@ def _read(model: Path, folder: Path | None, *, any_format: bool) -> ModelContent
     total = hashlib.sha256(b"mcinfer model %d" % _VERSION)
     try:
         stamps += file_states(map(str, external_files(model, folder, locations)))
+        if known is not None and (digest := sketch(stamps)) not in known:
+            return ModelContent(
+                digest=digest, stamps=tuple(stamps), random=found.random, ragged=found.ragged
+            )
         for name, stamp in zip(("", *locations), stamps, strict=True):
             content = hashlib.sha256()
             with open_regular(stamp.path) as (descriptor, _):

@@ -17,6 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.ort.inline import PREPARE
 from mcinfer.ort.options import working_folder
 from mcinfer.ort.session import install
 
@@ -39,15 +40,23 @@ def _parser() -> argparse.ArgumentParser:
         prog="mcinfer ort",
         description="Run a Python program whose ONNX Runtime sessions hold one copy of a model's weights in "
         "all processes of the machine, or run on several devices.",
-        usage="%(prog)s [--devices DEVICES] (PROGRAM | -m MODULE) [ARGUMENT ...]",
+        usage="%(prog)s [--devices DEVICES | --prepare WHEN] (PROGRAM | -m MODULE) [ARGUMENT ...]",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
         "--devices",
         type=_devices,
         metavar="DEVICES",
         help="how many (2), or which (cpu:0,cpu:1), for every session: its runs go to a worker process for "
         "each; if not given, sessions run in the program's own process",
+    )
+    choice.add_argument(
+        "--prepare",
+        choices=PREPARE,
+        metavar="WHEN",
+        help="when sessions in the program's own process map a model that is new on this machine: "
+        "background (later sessions; the default), switch, wait, always, never",
     )
     parser.add_argument(
         "-m",
@@ -79,7 +88,8 @@ def main(given: Sequence[str]) -> None:
         except OSError as exc:  # as Python says it
             said = f"[Errno {exc.errno}] {exc.strerror}"
             parser.exit(2, f"mcinfer ort: can't open file {os.path.abspath(program)!r}: {said}\n")
-    install(**({} if chosen.devices is None else {"devices": chosen.devices}))
+    defaults = {"devices": chosen.devices, "prepare": chosen.prepare}
+    install(**{name: value for name, value in defaults.items() if value is not None})
     # It stays there when the program's last line is done: threads and `atexit` may need it.
     module = sys.modules["__main__"] = ModuleType("__main__")
     vars(module)["__builtins__"] = builtins

@@ -3,7 +3,7 @@
 ::
 
     the model, its options, this machine ──► entry of the cache ◄── mapped by each process's session
-                                               └─ none yet: a child prepares it, once
+                                               └─ none yet: a plain session, and one process prepares it
 
 An entry is used only for options that are known to change nothing else than its key says, so that a session
 on it computes what a plain one with these options would. Otherwise a plain session opens. An entry is held
@@ -34,6 +34,12 @@ from mcinfer.ort.providers import CPU, NOTHING_HERE
 if TYPE_CHECKING:
     from mcinfer.model_cache.cache import Held
 
+PREPARE = ("background", "wait", "switch", "always", "never")
+"""What the argument `prepare` of a session may be."""
+
+COMING = "it is being prepared, for sessions that are opened later"
+"""Why a session is plain for now."""
+
 _SMALL = f"it has less than {LEAST_PREPARED_BYTES >> 20} MiB"
 
 _UNPREPARED = (
@@ -50,14 +56,16 @@ def prepared(
     providers: Sequence[Any] | None,
     prepare: str,
 ) -> "tuple[str, Held | None]":
-    """The entry of the prepared model, for the caller to close; made if there is none yet.
+    """The entry of the prepared model, for the caller to close.
+
+    If there is none yet, it is made: here, or by another process, which is `COMING`.
 
     Args:
         model: An absolute path, or the model's bytes.
         folder: The folder of relative paths; empty if there is none.
         options: The program's ``SessionOptions``, if any.
         providers: As the program gave them.
-        prepare: `EngineOptions.prepare`.
+        prepare: One of `PREPARE`.
 
     Returns:
         Why there is none, or the entry.
@@ -66,7 +74,7 @@ def prepared(
         McinferError, OSError, ValueError, TypeError: Something is wrong with the model or the cache.
     """
     if prepare == "never":
-        return "EngineOptions(prepare='never')", None
+        return "prepare='never'", None
     if others := _other_providers(providers, options):
         return f"{others[0]}: sessions in several processes do not share a device's memory", None
     if options is not None and not noted.is_noted(options):
@@ -88,10 +96,10 @@ def prepared(
 def _prepared_file(
     path: str, data: str | None, folder: str, options: Any, prepare: str
 ) -> "tuple[str, Held | None]":
-    if prepare == "auto" and not is_large(path, data):
+    if prepare != "always" and not is_large(path, data):
         return _SMALL, None
     # From here on the model will be prepared, if it can be: small ones need none of these modules.
-    from mcinfer.config import Device, EngineOptions
+    from mcinfer.config import Device, EngineOptions, PrepareKind
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
     from mcinfer.engines.preparation import OWN_COPY, content_of
@@ -99,7 +107,7 @@ def _prepared_file(
     try:
         passed = noted.passed(
             native.SessionOptions() if options is None else options,
-            EngineOptions(prepare="auto"),
+            EngineOptions(),
             folder,
             1,
         )
@@ -109,6 +117,8 @@ def _prepared_file(
         return "sess_options have initialisers", None
     if passed.optimised:
         return "SessionOptions.optimized_model_filepath was set", None
+    # Its size was looked at, and the notes say why it cannot be.
+    way: PrepareKind = "background" if prepare in ("background", "switch") else "always"
     engine = passed.engine
     for key in engine.session_config:
         if key.startswith(_UNPREPARED):
@@ -120,14 +130,17 @@ def _prepared_file(
             engine,
             threads=1,
             inter_op_threads=None,
-            prepare="always",  # its size was looked at, and the notes say why it cannot be
+            prepare=way,
             session_config={**engine.session_config, **({FOLDER_KEY: data} if data else {})},
         ),
     )
-    content = content_of(request)
+    # To read a new model would hold its session up.
+    content = content_of(request, unless_new=way == "background")
     if content.random:  # from a seed and the node's number in the graph
         return f"{content.random} draws random numbers, others where the graph is optimised", None
     found = runtime.prepared(replace(request, content=content))
+    if found.is_coming:
+        return COMING, None
     return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held
 
 
@@ -144,7 +157,7 @@ def _other_providers(providers: Sequence[Any] | None, options: Any) -> list[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What a session with threads was opened from, for a process that is forked.
+    """What a session was opened from, for a process that is forked, or to go over to the prepared model.
 
     Attributes:
         held: The entry, which the session closes; None if it is plain.
@@ -173,12 +186,17 @@ class Opened:
                 return held
         raise ClosedError(_changed(left_by, str(self.held.folder)))
 
+    def is_unchanged(self) -> bool:
+        """Whether a plain session's files are those that it was opened from."""
+        with suppress(OSError):
+            return self.files is not None and self.files == file_states(f.path for f in self.files)
+        return False
+
     def check_files(self, left_by: int) -> None:
         """Raise ClosedError if a plain session's files are not those that it was opened from."""
+        if self.is_unchanged():
+            return
         paths = [file.path for file in self.files or ()]
-        with suppress(OSError):
-            if self.files is not None and self.files == file_states(paths):
-                return
         raise ClosedError(_changed(left_by, ", ".join(paths) or "the model"))
 
 

@@ -5,20 +5,27 @@
     InferenceSession(model)              a native session in this process (`mcinfer.ort.inline`)
     InferenceSession(model, devices=2)   runs go to worker processes (`mcinfer.ort.workers`)
 
+With ``prepare="switch"`` a thread waits for the prepared model, and puts a native session on it in the place
+of the plain one. A run takes the native session that it finds, and keeps it until it ends.
+
 The threads of a session are gone in a process that was forked. ONNX Runtime 1.32 then runs on one core, and
 hangs in runs of the parallel mode or at the process's end. So an inline session with threads is left there as
 it is, and opened again when it is first used: from the entry that this process holds as well, or, if it is
 plain, from its files as long as they are unchanged.
 """
 
+import atexit
 import ctypes
 import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+from weakref import ref
 
 from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
@@ -50,6 +57,10 @@ _SAID = (
 _OF_NATIVE = ("_sess", "_profiling_start_time_ns", *(f"_{name}" for name in _SAID))
 """The plain class's attributes that keep the native session, and with it the model."""
 
+_LAST_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
+"""Between two looks whether a model is prepared by now."""
+
 _OF_PLAIN = ("disabled_optimizers", "read_config_from_model")
 """Arguments of the plain class that its signature does not name, beside ``enable_fallback``."""
 
@@ -64,9 +75,9 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
 
     Without `devices` the session is *inline*: the runtime's own, in this process, with everything of its API
     and at its speed. It is opened on the prepared model, whose weights are mapped, so that all processes of
-    the machine hold them once; the first one prepares the model in a child process. What the program sees
-    (names, shapes, metadata, options) is the original model. Where that cannot be had, a plain session
-    opens, and `why_plain` says why.
+    the machine hold them once. What the program sees (names, shapes, metadata, options) is the original
+    model. Where that cannot be had, a plain session opens, and `why_plain` says why. So it is for a model
+    that is not prepared yet: another process of low priority prepares it meanwhile.
 
     With `devices` each run is split over the workers of a `mcinfer.Master`; docs/ort.md lists what differs.
 
@@ -85,9 +96,16 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             whole CPU.
         provider_options: Their options, if `providers` has names alone.
         devices: As in `mcinfer.Master`; None and ``"inline"`` are inline.
+        prepare: For an inline session on a model of 16 MiB or more that is not prepared yet.
+            ``"background"``, the default: the session opens plain, and stays so; those that are opened later
+            map the prepared model. ``"switch"``: it opens plain, and goes over to the prepared model between
+            two runs; a run that has begun ends on the plain one. What the program has taken from the native
+            session (an `IOBinding`, results, what `get_inputs` gave) stays valid, and keeps its memory.
+            ``"wait"``: it opens once the model is prepared. Of any size: ``"always"`` waits, ``"never"`` is
+            plain. With `devices` it is said by ``options``.
         more: With `devices`, further arguments of `mcinfer.Master`, by name; ``options`` are those of the
-            engine, which `sess_options` override. Inline, ``options`` may say ``prepare`` alone. The plain
-            class's own ``enable_fallback`` and its like are taken too.
+            engine, which `sess_options` override. The plain class's own ``enable_fallback`` and its like are
+            taken too.
 
     Raises:
         Unsupported: Something that cannot act in workers; the text begins with its name.
@@ -113,18 +131,23 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
         devices: int | str | Sequence[int | str] | None = None,
+        prepare: str | None = None,
         **more: Any,
     ) -> None:
         theirs = {*self._own_attributes()}
         given = noted.as_now({**self._defaults, **more})
         if devices is not None:
             given["devices"] = noted.as_now(devices)
+        if prepare is not None:
+            given["prepare"] = prepare
         self._inline = _is_inline(given.get("devices"))
         self._folder = given.pop(_FOLDER, None) or noted.working_folder()
         self._given = given
         self._wants_fallback = int(given.pop("enable_fallback", 1)) == 1
         self._was_open = self._is_closed = False
         self._opened: inline.Opened | None = None
+        self._switches = self._stays = False
+        self._before: ref[Any] | None = None  # the native session that was switched from
         self.prepared = self.why_plain = ""
         kept: dict[str, Any] = {}
         if self._inline:
@@ -184,9 +207,10 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 self._sess.close()
             return
         _WITH_THREADS.discard(self)
-        self._is_closed, self._opened = True, None
-        for name in _OF_NATIVE:
-            self.__dict__.pop(name, None)
+        with _swapping:
+            self._is_closed, self._opened = True, None
+            for name in _OF_NATIVE:
+                self.__dict__.pop(name, None)
 
     def __enter__(self) -> Self:
         return self
@@ -261,6 +285,21 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         feed = readable_feed(input_feed)
         super().run_async(output_names, feed, callback, user_data, run_options)
 
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        """Run the model on what is bound, as ``onnxruntime.InferenceSession`` does."""
+        __tracebackhide__ = True
+        own: Any = iobinding._session
+        # In this order: it may be switched in between.
+        if self._switches and (own is self._sess or own is (self._before and self._before())):
+            iobinding._session.run_with_iobinding(iobinding._iobinding, run_options)
+        else:
+            super().run_with_iobinding(iobinding, run_options)
+
+    def create_ortvalue_from_shape_and_type(self, *arguments: Any, **named: Any) -> Any:
+        """Make an ``OrtValue`` of this session's, which goes with its native session of now alone."""
+        self._stays = True
+        return super().create_ortvalue_from_shape_and_type(*arguments, **named)
+
     # As the plain class calls them.
 
     def _create_inference_session(
@@ -323,9 +362,11 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
         if options is not None and not isinstance(options, native.SessionOptions):
             super()._create_inference_session(*asked)  # whose error it is
         held, failure, left = None, False, self._left()
+        # What was plain for the time being need not be plain here.
+        leaves = left is not None and (left.held is not None or self.why_plain != inline.COMING)
         model = self._model_bytes if absolute is None else absolute
         why = "disabled_optimizers or read_config_from_model was given"
-        if left is not None:
+        if left is not None and leaves:
             why, held = self.why_plain, left.again(self.left_by)
         elif not (disabled_optimizers or self._read_config_from_model):
             try:
@@ -343,19 +384,17 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
                 changed.graph_optimization_level = native.GraphOptimizationLevel.ORT_DISABLE_ALL
                 self._open_native(str(held.folder / MODEL_FILE), changed, asked)
             except failed as exc:
-                if left is not None:
+                if leaves:
                     raise
                 held.close()
                 held, failure, why = None, True, f"the prepared model cannot be opened: {exc}"
         opened = left
-        if left is None and inline.has_threads(options):
+        if not leaves and (inline.has_threads(options) or self._prepare == "switch"):
             files = None if held else inline.files_of(model, self._folder, options)
             opened = inline.Opened(held=held, files=files)
         if held is None:
             # Later on, the program's working folder may be another one.
             self._open_native(absolute if self._was_open else path, options, asked)
-            if left is not None:
-                left.check_files(self.left_by)
             level = logging.WARNING if failure else logging.INFO
             _log.log(level, "%s: its weights are its own: %s", _name(absolute), why)
             self.prepared, self.why_plain = "", why
@@ -365,9 +404,52 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             give_back_freed_memory()
             _log.info("%s: its weights are those of the entry %s", _name(absolute), held.folder)
             self.prepared, self.why_plain = held.key, ""
+        if left is not None and left.held is None:
+            left.check_files(self.left_by)
         self._was_open, self._opened = True, opened
+        if why == inline.COMING and self._prepare == "switch":
+            self._switches = True
+            given = (ref(self), ref(self._sess))
+            threading.Thread(
+                target=_await_prepared, args=given, name="mcinfer-switch", daemon=True
+            ).start()
         if inline.has_threads(options):
             _WITH_THREADS.setdefault(self, None)
+
+    def _switch(self, before: Any) -> bool:
+        """Go over from a native session to the prepared model, if that is there.
+
+        The runtime keeps the old one for runs that have begun, also those of `run_async`.
+
+        Returns:
+            Whether there is nothing to wait for any more.
+        """
+        path, opened = self._model_path, self._opened
+        providers, provider_options, _ = self._chosen
+        model = self._model_bytes if path is None else os.path.join(self._folder, os.fsdecode(path))
+        options, changed = self._options_of_opening(), "its files have changed since it was opened"
+        if opened is None:  # it was closed
+            return True
+        why, held, found = changed, None, {}
+        if opened.is_unchanged():
+            why, held = inline.prepared(model, self._folder, options, providers, "switch")
+        if held is not None:
+            with closing(held), _switching:
+                given: dict[str, Any] = {"enable_fallback": 0, _FOLDER: self._folder}
+                given |= {"devices": "inline", "prepare": "wait"}
+                fresh = InferenceSession(model, options, providers, provider_options, **given)
+            names = (*_OF_NATIVE, "_sess_options", "_opened", "prepared", "why_plain")
+            found = {name: vars(fresh)[name] for name in names}
+            why = fresh.why_plain if opened.is_unchanged() else changed
+        if why:
+            if why != inline.COMING:
+                _log.warning("%s: it stays plain: %s", _name(path), why)
+                self.why_plain = why
+            return why != inline.COMING
+        with _swapping:
+            if not self._stays and vars(self).get("_sess") is before:  # else closed, or opened anew
+                self.__dict__.update(found, _before=ref(before))  # one step for other threads
+        return True
 
     def _left(self) -> "inline.Opened | None":
         """What is to be opened again, in a process that was forked."""
@@ -404,6 +486,9 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
     def _reset_session(self, providers: Any, provider_options: Any) -> None:
         """Open new workers, for `set_providers`, and close the others once these are ready."""
         if self._inline:
+            if self._switches:
+                with _swapping:
+                    self._sess = None
             super()._reset_session(providers, provider_options)
         else:
             before = self._sess
@@ -432,9 +517,9 @@ def _is_inline(devices: int | str | Sequence[int | str] | None) -> bool:
     return devices in (INLINE, [INLINE])
 
 
-def _inline_option(given: dict[str, Any]) -> str:
-    """`EngineOptions.prepare` of an inline session; refuses what only workers have."""
-    for name in given.keys() - {"devices", "options", *_OF_PLAIN}:
+def _inline_option(given: Mapping[str, Any]) -> str:
+    """The argument `prepare` of an inline session; refuses what only workers have."""
+    for name in given.keys() - {"devices", "prepare", *_OF_PLAIN}:
         from mcinfer.ort.workers import MASTER_OPTIONS
 
         if name in MASTER_OPTIONS:
@@ -443,17 +528,39 @@ def _inline_option(given: dict[str, Any]) -> str:
             )
         # A program runs on that passes it to ONNX Runtime's class, which says nothing of it.
         warnings.warn(f"{name}: an unknown argument of InferenceSession, not used", stacklevel=3)
-    if "options" not in given:
-        return "auto"
-    from mcinfer.config import EngineOptions
+    prepare: str = given.get("prepare", inline.PREPARE[0])
+    if prepare not in inline.PREPARE:
+        raise InvalidInputError(f"prepare: got {prepare!r}, expected one of {[*inline.PREPARE]}")
+    return prepare
 
-    options = given["options"]
-    if not isinstance(options, EngineOptions) or options != EngineOptions(prepare=options.prepare):
-        raise InvalidInputError(
-            f"options: got {options!r}, expected EngineOptions(prepare=…) alone: sess_options say the rest "
-            "without devices="
-        )
-    return options.prepare
+
+# Going over to the prepared model.
+
+
+_swapping = threading.RLock()
+"""Held for a moment, by who replaces or closes the native session of a session."""
+
+_switching = threading.Lock()
+"""Held while a prepared model is opened to go over to it: what ends the interpreter waits for that."""
+
+atexit.register(lambda: _switching.acquire(timeout=_LAST_SECONDS))
+
+
+def _await_prepared(found: "ref[InferenceSession]", plain: "ref[Any]") -> None:
+    """A thread's work: have a session go over to the prepared model once that is there."""
+    is_over = False
+    while not is_over:
+        time.sleep(_LOOK_SECONDS)
+        session, before = found(), plain()
+        if session is None or before is None:
+            return
+        try:
+            is_over = session._switch(before)
+        except Exception as exc:  # of the model, the runtime or the machine: the session serves on
+            _log.warning("a session stays plain: %s", exc)
+            return
+        del session, before  # the one may be garbage now, and the other is
+    give_back_freed_memory()
 
 
 # In processes that are forked.
@@ -466,8 +573,9 @@ _reopening = threading.RLock()
 
 
 def _leave_sessions() -> None:
-    global _reopening
-    _reopening = threading.RLock()  # another thread may have held it
+    global _reopening, _swapping, _switching
+    # Another thread may have held them.
+    _reopening, _swapping, _switching = threading.RLock(), threading.RLock(), threading.Lock()
     for session in _WITH_THREADS.objects():
         _WITH_THREADS.discard(session)
         left = session.__dict__.pop("_sess", None)

@@ -19,7 +19,7 @@ handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
 logging.basicConfig(level=logging.INFO, handlers=[handler])
 options = mcinfer.EngineOptions(prepare="always")
-session = InferenceSession(sys.argv[1], options=options)
+session = InferenceSession(sys.argv[1], prepare="always")
 with mcinfer.Master(sys.argv[1], 2, options=options) as master:
     said += [f"sum {answer.sum()}" for answer in (session.run(None, X)[0], master.predict(X)["y"])]
     said += ["stream " + os.readlink(f"/proc/self/fd/{stream}") for stream in range(3)]

@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from examples.build_encoder import build_encoder
 from mcinfer import errors
 from mcinfer.bench.report import dump
+from mcinfer.engines.preparation import ensure_prepared
 from mcinfer.examples import encoder
 from tests import bench_reports
 from tests.dockerfiles import command_of, lay_out
@@ -351,6 +352,7 @@ def test_processes_of_celery_answer_from_one_copy_of_the_weights(tmp_path: Path)
         "(float[n,3,32,32] image) => (float[n,1500] y) { row = Flatten(image)  y = MatMul(row, w) }"
     )
     onnx.save(text_model(graph, {"w": weights}), tmp_path / "model.onnx")
+    ensure_prepared(tmp_path / "model.onnx").close()  # as the page advises
     text = program(HOWTO / "celery.md").replace("(encoder()", '("model.onnx"')
     (tmp_path / "tasks.py").write_text(text, encoding="utf-8")
     (tmp_path / "on_files.py").write_text(ON_FILES, encoding="utf-8")

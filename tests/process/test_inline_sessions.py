@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnx import helper
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from mcinfer import ClosedError, EngineOptions, InvalidInputError, ort
+from mcinfer import ClosedError, InvalidInputError, ort
 from mcinfer.model_cache.cache import Cache
 from mcinfer.ort.session import PlainSession
 from tests.process.waiting import wait_until
@@ -34,10 +34,6 @@ from tests.text_models import text_model
 CPU = ["CPUExecutionProvider"]
 PATIENCE = 60.0
 WIDTH = 2100  # its square has more bytes than the least size of a model that is prepared
-ALWAYS = EngineOptions(prepare="always")
-
-NEVER = EngineOptions(prepare="never")
-
 Level = onnxruntime.GraphOptimizationLevel
 
 
@@ -69,6 +65,12 @@ def write_small(path: Path, factor: float) -> Path:
 
 def factor_of(session: Any) -> float:
     return float(session.run(None, {"x": np.ones((1, 64), np.float32)})[0][0, 0])
+
+
+@pytest.fixture(autouse=True)
+def _waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that say nothing else wait for their prepared model."""
+    monkeypatch.setattr(ort.InferenceSession, "_defaults", {"prepare": "wait"})
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +204,7 @@ def test_small_model_opens_plain_unless_asked_for_and_again_where_it_was_found(
     for given in ((tmp_path / "small.onnx").read_bytes(), "small.onnx"):
         session = ort.InferenceSession(given, providers=CPU)
         assert session.why_plain == "it has less than 16 MiB"
-        assert ort.InferenceSession(given, providers=CPU, options=ALWAYS).prepared
+        assert ort.InferenceSession(given, providers=CPU, prepare="always").prepared
     monkeypatch.chdir("/")
     session.set_providers(CPU)
     assert session._model_path == "small.onnx"
@@ -216,9 +218,9 @@ def test_model_that_draws_random_numbers_opens_plain(tmp_path: Path) -> None:
         a = Identity(x) b = Relu(a) y = RandomNormal<shape=[3]>() }"""
     onnx.save(onnx.parser.parse_model(text), path)
     drawn = []
-    for options in (ALWAYS, EngineOptions(prepare="never")):
+    for prepare in ("always", "never"):
         onnxruntime.set_seed(7)
-        session = ort.InferenceSession(path, providers=CPU, options=options)
+        session = ort.InferenceSession(path, providers=CPU, prepare=prepare)
         assert session.why_plain
         drawn.append(session.run(None, {"x": np.ones(1, np.float32)})[1])
     np.testing.assert_array_equal(*drawn)
@@ -242,7 +244,7 @@ SCALE = onnxruntime.OrtValue.ortvalue_from_numpy(np.ones(1, np.float32))
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param({"options": EngineOptions(prepare="never")}, id="never"),
+        pytest.param({"prepare": "never"}, id="never"),
         pytest.param({"disabled_optimizers": ["MatMulAddFusion"]}, id="optimisers"),
         pytest.param({"read_config_from_model": 1}, id="config"),
         pytest.param(
@@ -261,8 +263,8 @@ def test_arguments_of_workers_need_devices(model: Path) -> None:
         ort.InferenceSession(model, batch_axes={"x": 0})
     with pytest.warns(UserWarning, match=r"^devises: an unknown argument"):
         assert ort.InferenceSession(model, devises=2).prepared
-    with pytest.raises(InvalidInputError, match=r"^options: got .*threads=1.* expected"):
-        ort.InferenceSession(model, options=EngineOptions(threads=1))
+    with pytest.raises(InvalidInputError, match=r"^prepare: got 'soon', expected one of \['back"):
+        ort.InferenceSession(model, prepare="soon")
 
 
 @pytest.mark.parametrize("given", [b"no model", "missing.onnx", ""])
@@ -311,9 +313,9 @@ def test_program_that_closed_all_descriptors_keeps_those_that_it_opens_later(
 ) -> None:
     code = """
 import os, sys
-from mcinfer import EngineOptions, ort
+from mcinfer import ort
 sessions = [
-    ort.InferenceSession(sys.argv[1], options=EngineOptions(prepare="always")) for _ in range(2)
+    ort.InferenceSession(sys.argv[1], prepare="always") for _ in range(2)
 ]
 assert all(one.prepared for one in sessions)
 os.closerange(3, 256)
@@ -537,14 +539,14 @@ def test_forked_process_runs_the_sessions_of_its_parent(
 
 
 @pytest.mark.parametrize("change", ["replaced", "link moved", "removed", "none"])
-@pytest.mark.parametrize("prepare", [ALWAYS, NEVER])
+@pytest.mark.parametrize("prepare", ["always", "never"])
 def test_forked_process_never_runs_another_model_than_its_parent(
-    tmp_path: Path, in_child: Callable[[Callable[[], Any]], Any], prepare: Any, change: str
+    tmp_path: Path, in_child: Callable[[Callable[[], Any]], Any], prepare: str, change: str
 ) -> None:
     model, other = write_small(tmp_path / "a.onnx", 1), write_small(tmp_path / "b.onnx", 100)
     link = tmp_path / "link.onnx"
     link.symlink_to(model)
-    session = ort.InferenceSession(link, providers=CPU, options=prepare)
+    session = ort.InferenceSession(link, providers=CPU, prepare=prepare)
     if change == "replaced":
         other.replace(model)
     elif change == "link moved":
@@ -559,7 +561,7 @@ def test_forked_process_never_runs_another_model_than_its_parent(
         return factor_of(session)  # again
 
     answer = in_child(child)
-    if prepare is ALWAYS or change == "none":
+    if prepare == "always" or change == "none":
         assert answer == 1
     else:
         assert answer.startswith("ClosedError(")
@@ -579,7 +581,7 @@ def test_forked_process_sees_that_external_data_were_changed(
     onnx.save(loaded, path, save_as_external_data=True, location="data", size_threshold=0)
     monkeypatch.chdir(tmp_path)
     model: Any = path if given == "path" else path.read_bytes()
-    session = ort.InferenceSession(model, providers=CPU, options=NEVER)
+    session = ort.InferenceSession(model, providers=CPU, prepare="never")
     assert in_child(lambda: factor_of(session)) == 2
     (tmp_path / "data").write_bytes(np.ones((64, 64), np.float32).tobytes())
     assert f"{tmp_path / 'data'} was changed" in in_child(lambda: factor_of(session))
@@ -591,7 +593,7 @@ def test_signal_handler_runs_another_session_while_one_is_opened_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write_small(tmp_path / "model.onnx", 3)
-    first, second = (ort.InferenceSession(path, providers=CPU, options=ALWAYS) for _ in range(2))
+    first, second = (ort.InferenceSession(path, providers=CPU, prepare="always") for _ in range(2))
     seen: list[float] = []
     create = PlainSession._create_inference_session
 

@@ -182,9 +182,9 @@ def run_tests(way: str, pipe: int, files: Sequence[str], skip: Sequence[str], on
     import onnxruntime
 
     if way == "inline":
-        from mcinfer import EngineOptions, ort
+        from mcinfer import ort
 
-        ort.install(options=EngineOptions(prepare="always"))
+        ort.install(prepare="always")
     if (found := onnxruntime.InferenceSession.__module__.partition(".")[0]) != (
         "onnxruntime" if way == "plain" else "mcinfer"
     ):
