@@ -1,10 +1,14 @@
 """Tests of mcinfer/cli/cache.py: what ``cache list`` and ``cache clear`` print."""
 
 import json
+import mmap
+import os
 import re
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+
+import pytest
 
 from mcinfer.cli import main
 from mcinfer.model_cache.cache import Cache, Held
@@ -25,11 +29,21 @@ def made(cache: Cache, name: str, *, size: int = 0, fails: bool = False) -> Held
     return cache.make(facts, fill, wait=0)
 
 
+def mapped(held: Held) -> mmap.mmap:
+    with (held.folder / "weights.bin").open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def printed(capsys: Capture, command: str) -> list[str]:
     assert main(["cache", command]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return out.splitlines()
+
+
+@pytest.fixture(autouse=True)
+def _limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCINFER_CACHE_LIMIT", "50G")
 
 
 def test_empty_cache_has_a_line_of_its_own(cache: Cache, capsys: Capture) -> None:
@@ -43,14 +57,15 @@ def test_empty_cache_has_a_line_of_its_own(cache: Cache, capsys: Capture) -> Non
 def test_list_has_a_line_for_each_entry_and_the_total(cache: Cache, capsys: Capture) -> None:
     names = ("first.onnx", "a\nb\udc80\x1b[31mü.onnx")
     made(cache, names[0], size=3_000_000).close()
-    with closing(made(cache, names[1], size=1_000_000)) as held:
+    with closing(made(cache, names[1], size=1_000_000)) as held, mapped(held):
         *lines, total = printed(capsys, "list")
     entries = cache.entries()
     for line, info, model in zip(lines, entries, (names[0], "a?b??[31mü.onnx"), strict=True):
         used = datetime.fromtimestamp(info.used_at).strftime("%Y-%m-%dT%H:%M")
         use = "in use" if info.key == held.key else "not in use"
         expected = [info.key[:12], f"{info.bytes / 1e6:.1f} MB", used, use, model]
-        assert re.split("  +", line) == [*expected, "onnxruntime 1.2"]
+        by = f", mapped by {os.getpid()}" if info.key == held.key else ""
+        assert re.split("  +", line) == [*expected, f"onnxruntime 1.2{by}"]
     size = sum(info.bytes for info in entries) / 1e6
     assert total == f"2 entries, {size:.1f} MB of at most 53687.1 MB in {cache.folder}"
     made(cache, "bad.onnx", fails=True).close()

@@ -1,7 +1,7 @@
 """``mcinfer cache``: list, empty and fill the cache of prepared models."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -17,11 +17,11 @@ KEY_CHARACTERS = 12
 
 
 def list_entries() -> None:
-    """What is in the cache, the latest used last."""
+    """What is in the cache, the latest used last, and the pids of your processes that map it."""
     cache = Cache.default()
-    entries = cache.entries()
+    entries, users = cache.entries(), cache.users()
     for info in entries:
-        print(_line(cache.folder, info))
+        print(_line(cache.folder, info, users.get(info.key, ())))
     limit = f"of at most {megabytes(cache.limit_bytes)} in {cache.folder}"
     engine_bytes = cache.engine_bytes()
     if engine_bytes:
@@ -33,15 +33,18 @@ def list_entries() -> None:
         print(f"the cache is empty: nothing {limit}")
 
 
-def _line(folder: Path, info: EntryInfo) -> str:
+def _line(folder: Path, info: EntryInfo, users: Sequence[int]) -> str:
     entry = folder / info.key
     used = datetime.fromtimestamp(info.used_at).isoformat(timespec="minutes")
     use = "in use" if info.in_use else "not in use"
+    by = f", mapped by {', '.join(map(str, users))}" if users else ""
     model = printable(about(entry).get("name", "?"))
     failed = ", cannot be prepared" if (entry / FAILURE_FILE).exists() else ""
     engine = printable(info.facts.get("engine", "?"))
     size = megabytes(info.bytes)
-    return f"{info.key[:KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}"
+    return (
+        f"{info.key[:KEY_CHARACTERS]}  {size:>11}  {used}  {use:10}  {model}  {engine}{failed}{by}"
+    )
 
 
 def clear() -> None:
