@@ -171,7 +171,7 @@ def test_pool_whose_copies_would_be_large_waits(
         assert all(maps(pid, cache.folder / info.key / "weights.bin") for pid in pids(master))
 
 
-def test_master_in_this_process_goes_over_when_its_session_is_opened_anew(
+def test_next_master_in_this_process_maps_what_the_first_had_prepared(
     model: Path, cache: Cache
 ) -> None:
     with Master(model, "inline") as master:
@@ -179,7 +179,7 @@ def test_master_in_this_process_goes_over_when_its_session_is_opened_anew(
         await_entry(cache)
         (info,) = cache.entries()
         assert not is_mapped(info.key)
-        master.restart_workers()
+    with Master(model, "inline") as master:
         assert is_mapped(info.key)
         np.testing.assert_array_equal(master.predict(feed())["y"], plain)
 
