@@ -293,8 +293,15 @@ class InlinePool(Doors):
                 with self._lock:
                     self._look(monotonic())
             except BaseException as exc:  # raised from outside; a traceback would hold this
-                text = "%s was raised in the keeper of the pool, which goes on"
-                self._log.log(logging.ERROR, text, repr(exc))
+                self._go_on("the keeper", repr(exc))
+
+    def _go_on(self, who: str, raised: str) -> None:
+        self._log.log(logging.ERROR, f"%s was raised in {who} of the pool, which goes on", raised)
+        with (
+            self._lock
+        ):  # an ended wait may have left its place, where the next notice would be lost
+            self._keeper.notify_all()
+            self._work.notify_all()
 
     def _look(self, now: float) -> None:
         for entry in [*self.table.overdue(now)]:
@@ -465,8 +472,7 @@ class InlinePool(Doors):
                     self._run(lane)
                     del lane  # or callbacks would run with what it held
             except BaseException as exc:  # as in `_keep`
-                text = "%s was raised in a thread of the pool, which goes on"
-                self._log.log(logging.ERROR, text, repr(exc))
+                self._go_on("a thread", repr(exc))
             if me in self._own:
                 self._make_calls()
         self._own.discard(me)  # another thread may have it from now on

@@ -40,7 +40,7 @@ from tests.process.models import (
     fake_master,
     rows,
 )
-from tests.process.scripts import PREAMBLE, Program
+from tests.process.scripts import PREAMBLE, Program, run_python
 from tests.process.waiting import HeldPipe, no_run, wait_for_states, wait_until
 from tests.text_models import text_model
 
@@ -287,6 +287,39 @@ def test_exception_from_outside_costs_no_request_and_no_thread(
             master.predict(act(HANGS), timeout=0.1)
         wait_until(lambda: "goes on" in caplog.text)
         assert threads() == before
+
+
+ENTERING = """
+import linecache, sys, threading, time
+import numpy as np
+import mcinfer
+
+raised = set()
+
+def trace(frame, event, argument):
+    if "self._waiters.append" in linecache.getline(frame.f_code.co_filename, frame.f_lineno - 1):
+        if event == "line" and threading.current_thread().name == "mcinfer-inline" and len(raised) < 2:
+            if threading.get_ident() not in raised:
+                raised.add(threading.get_ident())
+                raise SystemExit
+    return trace
+
+threading.settrace(trace)
+master = mcinfer.Master(sys.argv[1], "inline", engine="fake").start()
+while len(raised) < 2:
+    time.sleep(0.001)
+for _ in range(4):
+    print(master.submit({"x": np.ones((1, 4), np.float32)}, timeout=20.0).result(20.0)["y"].shape)
+master.close()
+print("closed")
+"""
+
+
+def test_exception_from_outside_at_the_begin_of_a_wait_costs_no_later_notice(
+    fake_model: FakeModel,
+) -> None:
+    ended = run_python("-c", ENTERING, fake_model())
+    assert ended.stdout.split("\n")[:5] == [*["(1, 4)"] * 4, "closed"], ended.stderr
 
 
 def test_master_that_is_garbage_leaves_no_thread_whatever_it_was_at(
