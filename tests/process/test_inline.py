@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -278,7 +279,14 @@ def test_exception_from_outside_costs_no_request_and_no_thread(
     fake_model: FakeModel, caplog: pytest.LogCaptureFixture, threads: Threads
 ) -> None:
     with fake_master(fake_model(when={"-1": "sleep:60"}), INLINE) as master:
-        for thread in (before := threads()):
+        before = threads()
+
+        def wait() -> bool:  # so none is just being started, which would be its end
+            frames = sys._current_frames()
+            return all(frames[t.ident or 0].f_code.co_name == "wait" for t in before)
+
+        wait_until(wait)
+        for thread in before:
             ident = ctypes.c_ulong(thread.ident or 0)
             raised = ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
             assert raised == 1
