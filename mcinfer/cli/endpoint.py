@@ -66,9 +66,6 @@ _SMALL_BYTES = 1 << 16
 _MOST_TEXTS = 10_000
 """Records of the log that wait to be written."""
 
-_AT_ONCE = 256
-"""Of these, those that are written at once."""
-
 _UNREAD_SECONDS, _LEAST_READ = 60.0, 1 << 20
 """A client that reads fewer bytes of an answer in so many seconds is let go; the answer holds memory."""
 
@@ -231,11 +228,12 @@ class Listening:
 class _Errors:
     """Standard error as a stream that never waits: a thread writes, and what is too much is dropped.
 
-    The event loop logs, too. A pipe that is full, since its reader stands still, would stop the server.
+    The event loop logs, too. A pipe that is full, since its reader stands still, would stop the server. So
+    much is written at once that no other process's lines come in between: `PIPE_BUF` of pipe(7).
     """
 
     def __init__(self) -> None:
-        self._texts: SimpleQueue[str | None] = SimpleQueue()
+        self._texts: SimpleQueue[bytes | None] = SimpleQueue()
         self._dropped = 0
         self._writer = threading.Thread(target=self._write, name="mcinfer-log", daemon=True)
 
@@ -255,7 +253,7 @@ class _Errors:
 
     def write(self, text: str) -> None:
         if self._texts.qsize() < _MOST_TEXTS:
-            self._texts.put(text)
+            self._texts.put(text.encode(errors="backslashreplace"))
         else:
             self._dropped += 1
 
@@ -263,26 +261,39 @@ class _Errors:
         """Nothing: the thread does."""
 
     def _write(self) -> None:
-        texts: list[str | None] = []
-        while None not in texts:
-            texts = [self._texts.get()]
-            with suppress(Empty):
-                while None not in texts and len(texts) < _AT_ONCE:
-                    texts.append(self._texts.get_nowait())
-            text = "".join(filter(None, texts))
+        data = b""
+        text: bytes | None = b""
+        while text is not None:
+            try:
+                text = self._texts.get(block=not data)
+            except Empty:
+                text = b""
+            if text and len(data) + len(text) <= select.PIPE_BUF:
+                data += text
+                continue
+            self._put(data)
             if dropped := self._dropped:
                 self._dropped = 0
-                text = f"{text}{dropped} records were dropped, since nothing read this\n"
-            data = text.encode(errors="backslashreplace")
-            with suppress(OSError):  # its reader is gone
-                while data:
-                    # Not by `sys.stderr`: its lock, in a thread that waits, would stop the end of Python.
-                    file = sys.stderr.fileno()
-                    ready = select.poll()  # its file may be set to never block, by any program
-                    ready.register(file, select.POLLOUT)
-                    ready.poll()
-                    with suppress(BlockingIOError):
-                        data = data[os.write(file, data) :]
+                self._put(_note(f"{dropped} records were dropped, since nothing read this"))
+            data = text or b""
+
+    def _put(self, data: bytes) -> None:
+        with suppress(OSError):  # its reader is gone
+            while data:
+                # Not by `sys.stderr`: its lock, in a thread that waits, would stop the end of Python.
+                file = sys.stderr.fileno()
+                ready = select.poll()  # its file may be set to never block, by any program
+                ready.register(file, select.POLLOUT)
+                ready.poll()
+                with suppress(BlockingIOError):
+                    data = data[os.write(file, data) :]
+
+
+def _note(text: str) -> bytes:
+    """A warning as a line of the log."""
+    record = {"name": _log.name, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+    line = (logging.lastResort or logging.Handler()).format(logging.makeLogRecord(record))
+    return f"{line}\n".encode()
 
 
 class _Writer(asyncio.Transport):

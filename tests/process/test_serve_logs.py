@@ -1,12 +1,17 @@
 """What `mcinfer serve` says of a request: in its log, in the answer's name, in its figures."""
 
+import fcntl
 import json
 import os
 import re
 import signal
+import socket
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import grpc
@@ -205,6 +210,59 @@ def test_call_of_grpc_has_its_name_in_the_trailing_metadata(server: Server) -> N
         assert re.fullmatch(MADE_ID, name_of(X[:1], ("x-request-id", "a b"))[0])
     (why,) = said_of(of_logger(server, "mcinfer.serve"), "g-1")
     assert (why["model"], why["version"]) == ("encoder", "3")
+
+
+# A pipe that is full.
+
+
+class Piped:
+    """A server whose log goes to a pipe of 4096 bytes, which only a test reads."""
+
+    def __init__(self, program: Popen[bytes]) -> None:
+        assert program.stderr is not None
+        self.log = program.stderr
+        fcntl.fcntl(self.log, fcntl.F_SETPIPE_SZ, 4096)
+        found = re.search(rb"127\.0\.0\.1:(\d+)", self.log.readline())
+        assert found is not None
+        self._address = ("127.0.0.1", int(found[1]))
+
+    def ask_at_once(self, count: int) -> int:
+        """Send so many requests over one connection, and return how many were answered."""
+        one, answers = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n", b""
+        with socket.create_connection(self._address, PATIENCE) as connection:
+            connection.sendall(one * count)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                answers += part
+        return answers.count(b"200 OK")
+
+
+@contextmanager
+def piped(*options: object) -> Iterator[Piped]:
+    command = [sys.executable, "-c", COMMAND, "serve", "--port", "0", "--engine", "fake"]
+    more = ["--access-log", *map(str, options)]
+    with Popen([*command, *more], stderr=PIPE) as program:
+        try:
+            yield Piped(program)
+        finally:
+            program.terminate()
+            program.communicate(timeout=PATIENCE)
+
+
+def test_lines_of_several_processes_stay_whole_in_a_pipe_that_is_full(folder: Path) -> None:
+    with piped("--repository", folder, "--processes", 2) as server, ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(server.ask_at_once, [150] * 16)] == [150] * 16
+        lines = [server.log.readline() for _ in range(16 * 150)]
+    form = rb'127\.0\.0\.1:\d+ - "GET /v2/health/live HTTP/1\.1" 200 \d+\.\d ms - 0 rows [^ ]+\n'
+    assert [line for line in lines if not re.fullmatch(form, line)] == []
+
+
+def test_log_of_json_says_in_json_what_was_dropped_while_nothing_read_it(folder: Path) -> None:
+    options = ("--repository", folder, "--devices", "inline", "--log-format", "json")
+    with piped(*options) as server:
+        assert [server.ask_at_once(1500) for _ in range(8)] == [1500] * 8
+        said = next(line for line in server.log if b"access" not in line)
+        assert json.loads(said)["message"].endswith("records were dropped, since nothing read this")
 
 
 # Refused requests.
