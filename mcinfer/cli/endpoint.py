@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
@@ -391,7 +392,8 @@ class _Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        # Not in the context of the request before, which may have named its caller's span.
+        Context().run(super()._start_asgi_task, cycle, app)
 
     def data_received(self, data: bytes) -> None:
         self._goes_on, self._again = False, data

@@ -358,6 +358,22 @@ def test_span_of_a_request_is_below_that_of_its_caller(
     assert len(alone) == len(found) - len(called) >= 1
 
 
+def test_span_of_a_request_is_not_below_that_of_the_request_before_it(folder: Path) -> None:
+    options = ("--repository", folder, "--engine", "fake", "--devices", 1, "--trace")
+    body = json.dumps(request_of(X))
+    head = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    named = f"traceparent: 00-{7:032x}-00000000000000aa-01\r\n"
+    with Server(*options, env={"OTEL_TRACES_EXPORTER": "console"}) as server:
+        with socket.create_connection(server.address, PATIENCE) as connection:
+            connection.sendall(f"{head}{named}\r\n{body}{head}\r\n{body}".encode())
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+        server.end()
+        parents = [span["parent_id"] for span in spans(server)]
+    assert parents == ["0x00000000000000aa", None]
+
+
 def test_server_whose_exporter_is_missing_says_what_to_install(folder: Path) -> None:
     options = ("--repository", folder, "--engine", "fake", "--trace", "--port", 0)
     env = {"OTEL_TRACES_EXPORTER": "none_such"}
