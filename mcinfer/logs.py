@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from mcinfer.errors import printable
+
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 """Of records that mcinfer itself prints: the command line's, and those of workers."""
 
@@ -65,11 +67,17 @@ class PoolLog:
 
 
 class TextFormatter(logging.Formatter):
-    """A line of text for a record."""
+    """Text for a record: its first line begins at the margin, and no other one does.
+
+    So no text of a client's passes for a record, and none reaches a terminal as an escape.
+    """
 
     def __init__(self, mark: str = "") -> None:
         """Begin each line with `mark`."""
         super().__init__(mark.replace("%", "%%") + TEXT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n    ".join(map(printable, super().format(record).splitlines()))
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 logging's name
         if (label := _SUBJECT.get()) and not hasattr(record, "fields"):

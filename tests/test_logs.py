@@ -52,6 +52,19 @@ def test_what_is_logged_meanwhile_is_about_the_model(written: Written) -> None:
     assert second.endswith("mcinfer.model_cache: it is there")
 
 
+def test_text_in_a_record_passes_for_no_record_and_has_no_escapes(written: Written) -> None:
+    stream, handler = written
+    handler.setFormatter(TextFormatter("[mark] "))
+    forged = "2026-01-01 00:00:00,000 ERROR mcinfer: forged"
+    for end in "\n", "\r", "\x85", "\u2028":
+        LOG.warning("got %s", f"x{end}{forged}\x1b[31m\n")
+    PoolLog("m.onnx", ["cpu:0"]).log(logging.ERROR, "failed", failure=ValueError(f"why\n{forged}"))
+    lines = stream.getvalue().split("\n")
+    assert [line for line in lines if not line.startswith(("[mark] ", "    "))] == [""]
+    assert lines[1] == f"    {forged}?[31m"
+    assert len(lines) == 4 * 2 + 4
+
+
 def test_line_of_json_has_time_message_fields_and_exception(written: Written) -> None:
     stream, handler = written
     handler.setFormatter(JsonFormatter({"worker": 1}))

@@ -517,10 +517,10 @@ class AccessLog:
     def add(self, scope: Scope, about: Mapping[str, Any], status: int, seconds: float) -> None:
         """Note an answer, after so many seconds; in the event loop."""
         host = scope["client"]
-        client = f"{host[0]}:{host[1]}" if host else ""
+        client = f"{host[0]}:{host[1]}" if host else "-"
         method, ms, rows = scope["method"], seconds * 1e3, about.get("rows", 0)
         path = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
-        path = path.decode("ascii", "backslashreplace")
+        path = path.decode("ascii", "backslashreplace").replace('"', "%22")
         served = f"{about['model']}/{about['version']}" if "model" in about else "-"
         line = f'{client} - "{method} {path} HTTP/{scope["http_version"]}" {status} '
         line += f"{ms:.1f} ms {served} {rows} rows {about['request_id']}"
