@@ -68,9 +68,8 @@ class Region:
         room = min(self.size, os.fstat(self.object.fd).st_size - self.offset)  # it must not grow
         if len(data) > room:
             text = f"shared memory size specified with the request for output ({room} bytes)"
-            raise InvalidInputError(
-                f"{text} should be at least {len(data)} bytes to hold the results"
-            )
+            text = f"{text} should be at least {len(data)} bytes to hold the results"
+            raise InvalidInputError(text).refusing(None)  # the request was accepted
         done = 0
         while done < len(data):
             done += os.pwritev(self.object.fd, [data[done:]], self.offset + done)

@@ -179,9 +179,10 @@ def json_of(name: str, array: NDArray[Any]) -> Any:
             return [v if isinstance(v, str) else bytes(v).decode() for v in array.ravel().tolist()]
         except UnicodeDecodeError as exc:
             text = f"output {name!r} is not UTF-8: ask for it as binary data"
-            raise InvalidInputError(text) from exc
+            raise InvalidInputError(text).refusing(None) from exc  # the request was accepted
     if array.dtype.kind == "c":
-        raise InvalidInputError(f"output {name!r} is complex: ask for it as binary data")
+        text = f"output {name!r} is complex: ask for it as binary data"
+        raise InvalidInputError(text).refusing(None)
     if array.dtype.isbuiltin != 1 or array.dtype == np.float16:  # of ml_dtypes
         array = array.astype(np.float32)
     return np.ascontiguousarray(array).reshape(-1)

@@ -168,14 +168,17 @@ def test_input_that_is_no_part_of_its_region_is_refused(
 
 
 def test_output_that_has_no_room_in_its_region_is_refused(
-    client: Client, region: MakeRegion
+    server: Server, client: Client, region: MakeRegion
 ) -> None:
+    counted = "mcinfer_requests_refused_total"
+    before = server.figure(counted, model="affine")
     out_of = region("out-of", X.nbytes)
     wish = at(out_of, client.output("y"), X.nbytes - 1)
     with client.refused(400) as said:
         client.own.infer("affine", client.inputs({"x": X}), outputs=[wish])
     assert "should be at least 48 bytes" in said[0]
     assert not out_of.read("UINT8", [X.nbytes]).any()
+    assert server.figure(counted, model="affine") == before  # it was accepted, and has run
 
 
 def test_region_that_is_unknown_is_refused_by_its_name(client: Client, region: MakeRegion) -> None:
