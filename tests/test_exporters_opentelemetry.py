@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from mcinfer import PredictTimeoutError, RequestTrace, ShardTrace, __version__
-from mcinfer.errors import McinferError
-from mcinfer.exporters.opentelemetry import join_trace, request_spans
+from mcinfer.errors import McinferError, MissingDependencyError
+from mcinfer.exporters.opentelemetry import join_trace, request_spans, span_exporter
 
 
 def shard(index: int, called: float, pid: int | None = 77) -> ShardTrace:
@@ -219,3 +219,26 @@ def test_malformed_parents_are_ignored(
     whole = span_below(headers, provider, memory)
     assert whole.parent is None
     assert not whole.context.trace_state
+
+
+@pytest.mark.parametrize(
+    ("said", "package"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "none"}, ""),
+        ({"OTEL_TRACES_EXPORTER": ""}, "otlp-proto-http"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "otlp-proto-grpc"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, "otlp-proto-grpc"),
+    ],
+    ids=str,
+)
+def test_environment_names_the_exporter(
+    said: dict[str, str], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mcinfer.exporters.opentelemetry.entry_points", lambda **_: [])
+    if not package:
+        assert span_exporter() is None
+        return
+    with pytest.raises(MissingDependencyError, match=f"opentelemetry-exporter-{package}$"):
+        span_exporter()

@@ -110,16 +110,19 @@ def join_trace(headers: Iterable[tuple[str, Any]]) -> None:
 def span_exporter() -> Callable[[], Any] | None:
     """What makes the exporter that ``OTEL_TRACES_EXPORTER`` names, such as ``console``; else that of OTLP.
 
-    None if the program has set up a tracer provider, which decides where spans go.
+    None if that is ``none``, or the program has set up a tracer provider, which decides where spans go.
 
     Raises:
         MissingDependencyError: It is not installed.
     """
-    if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if name == "none" or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
-    name = os.environ.get("OTEL_TRACES_EXPORTER", "otlp")
     if name == "otlp":  # https://opentelemetry.io/docs/specs/otel/protocol/exporter/
-        is_grpc = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") == "grpc"
+        given = map(
+            os.environ.get, ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+        )
+        is_grpc = next(filter(None, given), "") == "grpc"
         name = "otlp_proto_grpc" if is_grpc else "otlp_proto_http"
     found = [*entry_points(group="opentelemetry_traces_exporter", name=name)]
     if not found or find_spec("opentelemetry.sdk") is None:
