@@ -388,8 +388,8 @@ class Models:
         if found is None:
             why = model.reason if model else "is not found"
             if served:
-                why = f"is not served in version {version}, but in {', '.join(served)}"
-            raise RefusedError(404, f"Request for unknown model: '{name}' {why}")
+                why = f"is not served in version {version[:200]}, but in {', '.join(served)}"
+            raise RefusedError(404, f"Request for unknown model: '{name[:200]}' {why}")
         return found
 
     def loaded(self, name: str = "") -> list[tuple[str, Instance]]:

@@ -210,6 +210,12 @@ def test_call_of_grpc_has_its_name_in_the_trailing_metadata(server: Server) -> N
         assert name_of(X[:1], ("x-request-id", "mine")) == ("mine", grpc.StatusCode.OK)
         assert name_of(FAILS, ("x-request-id", "g-1")) == ("g-1", grpc.StatusCode.INTERNAL)
         assert re.fullmatch(MADE_ID, name_of(X[:1], ("x-request-id", "a b"))[0])
+        for wrong in (
+            {"model_name": "é" * 5000},
+            {"model_name": "encoder", "model_version": "é" * 5000},
+        ):
+            call = ask.future(kind(**wrong), timeout=PATIENCE)
+            assert call.code() == grpc.StatusCode.NOT_FOUND, call.details()
     (why,) = said_of(of_logger(server, "mcinfer.serve"), "g-1")
     assert (why["model"], why["version"]) == ("encoder", "3")
 
