@@ -73,7 +73,7 @@ class TextFormatter(logging.Formatter):
     """
 
     def __init__(self, mark: str = "") -> None:
-        """Begin each line with `mark`."""
+        """Begin each record with `mark`."""
         super().__init__(mark.replace("%", "%%") + TEXT)
 
     def format(self, record: logging.LogRecord) -> str:

@@ -115,15 +115,13 @@ def span_exporter() -> Callable[[], Any] | None:
     Raises:
         MissingDependencyError: It is not installed.
     """
-    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    get = os.environ.get
+    name = get("OTEL_TRACES_EXPORTER") or "otlp"
     if name == "none" or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
     if name == "otlp":  # https://opentelemetry.io/docs/specs/otel/protocol/exporter/
-        given = map(
-            os.environ.get, ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-        )
-        is_grpc = next(filter(None, given), "") == "grpc"
-        name = "otlp_proto_grpc" if is_grpc else "otlp_proto_http"
+        protocol = get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
     found = [*entry_points(group="opentelemetry_traces_exporter", name=name)]
     if not found or find_spec("opentelemetry.sdk") is None:
         package = f"opentelemetry-exporter-{name.replace('_', '-')}"
