@@ -48,6 +48,8 @@ def test_request_that_fails_is_reported_and_loadgen_ends(
     outcome = mlperf.offer(fail, load, seconds=0.0, count=3, seed=0)
     assert outcome.errors == ["OSError: no such thing"] * 3
     assert outcome.latencies_at((0.5,)) == ()
+    tried = mlperf.offer(fail, load, seconds=0.01, count=0, seed=0)
+    assert {*tried.errors} == {"OSError: no such thing"}
 
 
 def test_missing_loadgen_is_an_error_before_the_work(tmp_path: Path) -> None:

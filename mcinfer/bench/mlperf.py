@@ -107,6 +107,8 @@ def offer(
     rate = load.rate or 1.0
     if load.rate is None and not count:
         before = offer_closed(request, load, seconds=seconds / 4, count=0, seed=seed)
+        if not before.answers:
+            return before  # with the errors
         rate = len(before.answers) / before.seconds
     with PrivateFolder() as folder, ThreadPoolExecutor(load.clients) as clients:
         path = Path(folder.path)
