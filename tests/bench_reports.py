@@ -95,6 +95,10 @@ def report(
             seed=0,
             dims={"height": 32},
             max_batch_size=16,
+            arrays={
+                str(batch): {"latents": ("float32", (batch, 4, 32, 32)), "step": ("int64", ())}
+                for batch in {load.batch for _, load in turns}
+            },
         ),
         ways=tuple(ways),
         measurements=tuple(

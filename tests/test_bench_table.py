@@ -108,6 +108,19 @@ def test_program_of_the_verdict_makes_the_models_inputs() -> None:
     assert '\nsession = onnxruntime.InferenceSession("unet.onnx", providers=[' in text
 
 
+def test_program_has_the_threads_and_the_axes_that_were_measured() -> None:
+    for name, threads, axes in (
+        ("sharded", "EngineOptions(threads=3)", 'batch_axes={"latents": 0, "step": None}'),
+        ("inline", "options.intra_op_num_threads = 3", ""),
+    ):
+        made = small(session=[100.0], **{name: [150.0]})
+        said = replace(made.settings, threads=3, batch_axes={"latents": 0, "step": None})
+        text = " ".join(report_program(replace(made, settings=said)).split())
+        assert threads in text
+        assert axes in text
+    assert report_program(replace(made, settings=replace(said, arrays={}))) == ""
+
+
 def test_program_can_name_any_file_and_make_inputs_of_any_type() -> None:
     arrays = {"s": ("string", (2,)), "b": ("bfloat16", (1, 2)), "n": ("int64", ())}
     name = 'a "b"\\c\nd\udc80.onnx'

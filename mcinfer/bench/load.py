@@ -271,6 +271,12 @@ def write_request(path: Path, arrays: Arrays) -> None:
             file.write(msgpack.packb([name, kind, array.shape, data]))
 
 
+def request_types(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """By input, the element type and the shape of its array in such a file."""
+    arrays = read_request(path)
+    return {name: (element_type_name(array.dtype), array.shape) for name, array in arrays.items()}
+
+
 def read_request(path: Path) -> dict[str, NDArray[Any]]:
     arrays = {}
     with path.open("rb") as file:

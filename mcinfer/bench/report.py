@@ -138,6 +138,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
+    """How a benchmark measured.
+
+    Attributes:
+        arrays: By batch and input, the element type and the shape of a request's array.
+    """
+
     devices: tuple[str, ...]
     seconds: float
     count: int
@@ -146,6 +152,10 @@ class Settings:
     seed: int
     dims: dict[str, int]
     max_batch_size: int
+    threads: int | None = None
+    arrays: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = field(default_factory=dict)
+    batch_axes: dict[str, int | None] = field(default_factory=dict)
+    output_axes: dict[str, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +229,10 @@ def _made(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{name: _made(hints[name], value[name]) for name in hints.keys() & value})
+    kinds = get_args(kind)
+    if get_origin(kind) is dict:
+        return {name: _made(kinds[1], each) for name, each in value.items()}
     if get_origin(kind) is tuple:
-        return tuple(_made(get_args(kind)[0], each) for each in value)
+        kinds = kinds if kinds[-1] is not ... else kinds[:1] * len(value)
+        return tuple(_made(*pair) for pair in zip(kinds, value, strict=True))
     return value

@@ -37,7 +37,7 @@ from mcinfer.bench import (
     shown_name,
 )
 from mcinfer.bench.inputs import InputOptions, fixed_batch, look_at, make_inputs
-from mcinfer.bench.load import MAX_ARRIVALS, read_request, rotated, write_request
+from mcinfer.bench.load import MAX_ARRIVALS, read_request, request_types, rotated, write_request
 from mcinfer.bench.report import (
     OTHERS,
     OTHERS_BEFORE,
@@ -313,6 +313,7 @@ class Benchmark:
         # As the master counts them: fewer than cores where there is a quota.
         self._devices = tuple(map(str, parse_devices(plan.devices, whole_cpus())))
         self._model = ModelSpec(inputs=(), outputs=())
+        self._arrays: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         self._entries: list[Contender] = []
         self.done = 0
         self._finished = False
@@ -341,6 +342,7 @@ class Benchmark:
             engines=plan.engines,
             options=EngineOptions(threads=plan.threads),
         ) as (self._model, setup, files, expected):
+            self._arrays = {str(batch): request_types(path) for batch, path in files.items()}
             setup = replace(
                 setup,
                 devices=self._devices,
@@ -388,6 +390,10 @@ class Benchmark:
                 seed=plan.inputs.seed,
                 dims=dict(plan.inputs.dims),
                 max_batch_size=plan.max_batch_size,
+                threads=plan.threads,
+                arrays=self._arrays,
+                batch_axes=dict(plan.batch_axes),
+                output_axes=dict(plan.output_axes),
             ),
             ways=tuple(entry.report() for entry in self._entries),
             measurements=tuple(

@@ -224,29 +224,29 @@ def _alone_text(report: Report, best: Figures) -> str:
 
 def report_program(report: Report) -> str:
     """A program that runs the model in the way that the verdict is about; empty where there is none."""
-    best = best_gain(report)
+    best, settings = best_gain(report), report.settings
     if best is None or report.verdict.startswith(NO_VERDICT):
         return ""
-    settings, own = report.settings, best.way.name.partition("/")[0]
+    arrays = settings.arrays.get(str(best.load.batch))
+    if not arrays:  # of an earlier version
+        return ""
+    own, threads = best.way.name.partition("/")[0], settings.threads
     many = len(settings.devices)
     simple = settings.devices == tuple(f"cpu:{n}" for n in range(many))
-    arguments: dict[str, Any] = {"devices": many if simple else [*settings.devices]}
     if own == "inline":
-        arguments = {"providers": ["CPUExecutionProvider"]} if simple else {}
-    elif best.joined:
-        arguments["max_batch_size"] = settings.max_batch_size
-    if best.way.engine != DEFAULT_ENGINE:
-        arguments |= engine_arguments(best.way.engine)
-    arrays = {}
-    for text in report.model.inputs:
-        name, _, rest = text.rpartition(": ")
-        kind, _, dims = rest.rstrip("]").partition("[")
-        sizes = {**settings.dims}
-        keys = [
-            f"{name}:{i}" if d == "?" else d for i, d in enumerate(filter(None, dims.split(", ")))
-        ]
-        shape = (int(k) if k.isdecimal() else sizes.get(k, best.load.batch) for k in keys)
-        arrays[name] = kind, tuple(shape)
+        arguments: dict[str, Any] = {"providers": ["CPUExecutionProvider"]} if simple else {}
+        arguments |= {"intra_op_num_threads": threads} if threads else {}
+    else:
+        engine = engine_arguments(best.way.engine)
+        options = engine.pop("options") | ({"threads": threads} if threads else {})
+        arguments = {
+            "devices": many if simple else [*settings.devices],
+            **(engine if best.way.engine != DEFAULT_ENGINE else {}),
+            "options": options,
+            "max_batch_size": settings.max_batch_size if best.joined else None,
+            "batch_axes": settings.batch_axes,
+            "output_axes": settings.output_axes,
+        }
     call = {"sharded": "predict", "inline": "inline"}.get(own, "submit")
     rate = max(turn.throughput for turn in best.turns)
     return program(report.model.name, arguments, arrays, call, best.load.clients, rate)

@@ -43,7 +43,7 @@ from mcinfer.bench.figures import (
     time_unit,
 )
 from mcinfer.bench.inputs import InputOptions
-from mcinfer.bench.load import MAX_ARRIVALS, read_request
+from mcinfer.bench.load import MAX_ARRIVALS, request_types
 from mcinfer.bench.report import Load, Turn
 from mcinfer.bench.runner import START_SECONDS, Contender, Progress, prepared, take_turns
 from mcinfer.bench.subject import Subject
@@ -353,11 +353,7 @@ class Search:
         looking = prepared(self._model, [batch], self._inputs, axes, show, engines, devices=1)
         with looking as (spec, self._setup, self._files, self._expected):
             found.split = self._setup.split
-            arrays = read_request(self._files[batch])
-            found.arrays = {
-                tensor.name: (tensor.element_type, arrays[tensor.name].shape)
-                for tensor in spec.inputs
-            }
+            found.arrays = request_types(self._files[batch])
             self._began = monotonic()
             try:
                 self._search(spec, found.split)

@@ -216,6 +216,8 @@ def test_fixed_batch_is_measured_in_pieces_if_the_axes_are_given(onnx_model: Onn
     assert report.way("batched").text.endswith(
         ", not joined: each run takes 2 of the rows, no more"
     )
+    assert report.settings.arrays["6"] == {"x": ("float32", (6, 4))}
+    assert report.settings.batch_axes == {"x": 0}
     with pytest.raises(InvalidInputError, match=r"expected 1: .* is not known: .*--batch-axis"):
         measure(fixed, *ways, batches=(2,))
 
