@@ -133,6 +133,7 @@ BENCH, TUNE, SLICE = (["bench", "m.onnx"], ["tune", "m.onnx"], ["slice", __file_
         ([*BENCH, "--duration", "0"], "'--duration': got '0', expected seconds, more than 0"),
         ([*BENCH, "--concurrency", "40000"], "'--concurrency': got '40000', expected 4096 clients"),
         ([*BENCH, *["--dim", "a=1"] * 2], "--dim: got ['a', 'a'], expected each name once"),
+        ([*RUN, *["--cast", "float32"] * 2], "--cast: got ['no name', 'no name'], expected each"),
         ([*BENCH, "--modes", "fast"], "got 'fast', expected some of "),
         ([*BENCH, "--against", "none", "--modes", "none"], "nothing to measure"),
         ([*TUNE, "--concurrency", "40000"], "equal to 4096"),

@@ -93,6 +93,18 @@ def test_two_options_may_not_name_one_file(tmp_path: Path) -> None:
         check_outputs({"--json": tmp_path / "x.json", "--html": tmp_path / "link"})
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_model_is_never_written_over(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"precious")
+    (tmp_path / "link.json").symlink_to("model.onnx")
+    status = main([command, str(tmp_path / "model.onnx"), "--json", str(tmp_path / "link.json")])
+    assert status == 2
+    assert "link.json, which the command reads" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "model.onnx").read_bytes() == b"precious"
+
+
 # The commands.
 
 ONE_WAY = ["--modes", "none", "--devices", "1", "--count", "1", "--concurrency", "1"]

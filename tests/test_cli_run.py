@@ -312,6 +312,14 @@ def test_conversion_that_does_not_fit_is_refused(
     assert files(case.folder) == ["in.npz", "model.onnx"]
 
 
+@pytest.mark.parametrize("scale", ["1e-9", "1e9"])
+def test_factor_that_the_type_cannot_hold_is_refused(case: Case, scale: str) -> None:
+    inputs: Arrays = {"x": np.ones((3, 4)), "ids": np.ones((3, 4), np.int64)}
+    line = case.fail(TOKENS, inputs, "--cast", "float16", "--scale", scale)
+    assert line.startswith("mcinfer: --cast, --scale: ")
+    assert line.rstrip().endswith(", for x: float16[batch, 4]")
+
+
 def test_integers_that_the_type_cannot_hold_are_refused(case: Case) -> None:
     inputs: Arrays = {"x": np.ones((3, 4)), "ids": np.full((3, 4), 2**63, np.uint64)}
     words = ("--cast", "float16", "--cast", "ids=int64")

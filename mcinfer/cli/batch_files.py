@@ -151,7 +151,10 @@ class Converted:
             with np.errstate(over="raise", invalid="raise"):
                 np.copyto(made, part, casting="unsafe")
                 if self.scale != 1:
-                    made *= made.dtype.type(self.scale)
+                    factor = made.dtype.type(self.scale)
+                    if not (factor and np.isfinite(factor)):
+                        raise FloatingPointError(f"{self.scale:g} is {factor} in that type")
+                    made *= factor
         except FloatingPointError as exc:
             raise InvalidInputError(f"--cast, --scale: {exc}, for {self.spec}") from exc
         return made

@@ -164,7 +164,7 @@ def bench(
     outputs = {"--json": json, "--html": html}
     with refused_as_usage():
         benchmark = Benchmark(plan, lambda done, note: work.show(done, note))
-    check_outputs(outputs)
+    check_outputs(outputs, model)
     let_workers_tell()
     facts = _watched()
     if benchmark.turn_seconds:
@@ -284,7 +284,7 @@ def tune(
             engines=engine or engines_for(model),
             **axes_of(batch_axis, output_axis),
         )
-    check_outputs({"--json": json})
+    check_outputs({"--json": json}, model)
     let_workers_tell()
     facts = _watched()
     say(f"tuning takes {budget:g} s at most, from when the model has been loaded once")

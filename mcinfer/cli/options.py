@@ -144,7 +144,7 @@ def parse_switch(text: str) -> bool:
 
 def by_name(option: str, given: Sequence[tuple[str, _T]] | None) -> dict[str, _T]:
     """The values of an option that was repeated, by name; each name may come once."""
-    names = [name for name, _ in given or ()]
+    names = [name or "no name" for name, _ in given or ()]
     if len({*names}) < len(names):
         raise typer.BadParameter(f"{option}: got {names}, expected each name once")
     return dict(given or ())

@@ -19,15 +19,19 @@ from mcinfer.errors import InvalidInputError
 from mcinfer.private import OthersError, opened_folder, opened_place
 
 
-def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Check that the files of these options can be written and differ; None: the option was not given."""
-    seen: dict[Path, str] = {}
+def check_outputs(outputs: Mapping[str, Path | None], *read: Path) -> None:
+    """Check that the files of these options can be written, differ, and are none of those that are read.
+
+    None: the option was not given.
+    """
+    seen = dict.fromkeys((path.resolve() for path in read), "")
     for option, path in outputs.items():
         if path is None:
             continue
         other = seen.setdefault(output_place(option, path), option)
         if other != option:
-            raise typer.BadParameter(f"{option}: got {path}, which {other} is to be written to")
+            what = f"{other} is to be written to" if other else "the command reads"
+            raise typer.BadParameter(f"{option}: got {path}, which {what}")
 
 
 def write_output(option: str, path: Path, content: bytes, *, finished: bool = True) -> None:
