@@ -139,6 +139,11 @@ def test_way_that_keeps_the_bound_is_better_than_one_that_does_not() -> None:
     said = verdict(found(none, of=aim(bound=0.05)))
     assert said.startswith("No verdict. None of the 2 ways that were measured answers 99 % of ")
     assert "1 worker, submit came nearest with 90.0 ms" in said
+    late = trials((PLAIN, []), (WIDE, []))
+    for trial, rate in zip(late, (40, 90), strict=True):
+        trial.turns = [turn(rate, late=True)]
+    said = verdict(found(late, of=RATE))  # how near they came was not compared
+    assert said == "No verdict. None of the 2 ways that were measured keeps up with batch 1, 100/s."
 
 
 def test_ways_are_compared_within_their_group() -> None:

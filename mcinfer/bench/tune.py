@@ -548,7 +548,7 @@ def verdict(found: Found) -> str:
         )
     if not found.fits:
         bound, strain = aim.max_latency, best.strain(aim)
-        fails = f"keeps up with {aim.load}; {best.candidate} came nearest"
+        fails = f"keeps up with {aim.load}"
         if bound is not None and not isinf(strain):
             fails = (
                 f"answers 99 % of the requests within {seconds_text(bound)} under {aim.load}; "
