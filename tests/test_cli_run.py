@@ -327,6 +327,9 @@ def test_integers_that_the_type_cannot_hold_are_refused(case: Case) -> None:
     assert "input 'ids' has values from 9223372036854775808 to" in line
     line = case.fail(TOKENS, {**inputs, "ids": np.ones((3, 4))}, *words)
     assert "--cast: got ids=int64, expected an input of this type" in line
+    line = case.fail(TOKENS, {**inputs, "ids": np.ones((3, 4))}, *words[:2])
+    assert "input 'ids' has dtype float64, expected int64" in line
+    assert "converts numbers" not in line
 
 
 # Columns.

@@ -40,7 +40,7 @@ from mcinfer.model_cache.onnx_files import open_regular
 from mcinfer.private import opened_folder, path_of
 from mcinfer.requests.tensors import as_input, check_range, difference
 from mcinfer.sharding import Axes, JoinError, Shape
-from mcinfer.specs import Dimension, ModelSpec, TensorSpec
+from mcinfer.specs import STRING, Dimension, ModelSpec, TensorSpec
 
 _FORMAT = 7
 """Format of the partial results; one more when it changes."""
@@ -172,7 +172,8 @@ _FITS: Mapping[str, tuple[Callable[[Any, TensorSpec, _Array], bool], str]] = {
     ),
     "--cast": (
         lambda said, spec, array: (
-            said == spec.element_type and array.dtype.kind in ("biu" if "int" in said else "biuf")
+            said == spec.element_type != STRING
+            and array.dtype.kind in ("biu" if "int" in said else "biuf")
         ),
         "an input of this type, and numbers for it (for integers, integers)",
     ),
@@ -236,6 +237,9 @@ class InputFile:
                 try:
                     array = as_input(array, spec, spec.element_type)
                 except InvalidInputError as exc:
+                    fits, _ = _FITS["--cast"]
+                    if not fits(spec.element_type, spec, array):
+                        raise
                     text = f"{exc}; --cast {spec.element_type} converts numbers"
                     raise InvalidInputError(text) from exc
             arrays[name] = array
