@@ -15,7 +15,7 @@ from onnx import parser
 from mcinfer.errors import CollectiveTimeoutError, InvalidInputError
 from mcinfer.mslite import Model, ModelType
 from mcinfer.mslite._checks import Sections, failure
-from mcinfer.mslite._ranks import Membership, is_slice, place_of, read_groups
+from mcinfer.mslite._ranks import Membership, is_slice, place_of
 from mcinfer.mslite.context import Context
 from mcinfer.ranks.collectives.launch import Ranks
 from tests.test_ranks_collectives_launch import device, table
@@ -58,16 +58,15 @@ def rank_table(tmp_path: Path) -> RankTable:
     return lambda size: {"ascend_context": {"rank_table_file": str(write_table(tmp_path, size))}}
 
 
-def context_of(target: str, rank: int = 0, groups: str = "") -> Context:
+def context_of(target: str, rank: int = 0) -> Context:
     context = Context()
     context.target = [target]
     context.ascend.rank_id = rank
-    context.group_info_file = groups
     return context
 
 
-def ranks_of(sections: Sections, rank: int = 0, groups: str = "", target: str = "ascend") -> Ranks:
-    found = place_of(context_of(target, rank, groups), sections)
+def ranks_of(sections: Sections, rank: int = 0, target: str = "ascend") -> Ranks:
+    found = place_of(context_of(target, rank), sections)
     assert found is not None
     return found
 
@@ -95,72 +94,6 @@ def test_launcher_makes_a_process_a_rank_on_a_gpu_alone(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     assert place_of(context_of("gpu"), {}) is None
-
-
-# Groups of ranks, in bytes as protobuf's own writer makes them.
-
-LARGE_RANKS = b"\x0a\x12\x0a\x07" + "größe".encode() + b"\x12\x07\x08\xc8\x01\x08\x80\x80\x04"
-PACKED = b"\x0a\x0d\x0a\x07hccl_01\x12\x02\x08\x00"  # a group of rank 0
-TWO_GROUPS = (
-    b"\x0a\x0f\x0a\x07hccl_01\x12\x04\x08\x00\x08\x01"  # ranks 0, 1, one field each
-    b"\x0a\x0c\x0a\x04rest\x12\x04\x0a\x02\x03\x02"  # ranks 3, 2, packed
-)
-
-
-def test_groups_are_read_as_protobuf_writes_them(tmp_path: Path) -> None:
-    path = tmp_path / "groups.pb"
-    for content, expected in (
-        (TWO_GROUPS, {"hccl_01": (0, 1), "rest": (3, 2)}),
-        (LARGE_RANKS, {"größe": (200, 65536)}),
-    ):
-        path.write_bytes(content)
-        assert read_groups(str(path)) == expected
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"", "got no group"),
-        (b"{}", "got .* at byte 0, expected a map of groups to ranks"),
-        (TWO_GROUPS[:-1], "got a field of 12 bytes where 11 are left"),
-        (b"\x0a\x04\x12\x02\x08\x00", "got the name '' of a group, missing or"),
-        (PACKED + PACKED, "got the name 'hccl_01' of a group, missing or not the only one"),
-        (b"\x0a\x04\x0a\x02\xff\xfe", "got a name that is not UTF-8"),
-        (b"\0" * ((1 << 20) + 1), "got 1048577 bytes, expected at most 1048576"),
-    ],
-)
-def test_file_that_is_no_map_of_groups_is_refused(
-    tmp_path: Path, content: bytes, text: str
-) -> None:
-    path = tmp_path / "groups.pb"
-    path.write_bytes(content)
-    with pytest.raises(InvalidInputError, match=f"^group_info_file {path}: {text}"):
-        read_groups(str(path))
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (
-            TWO_GROUPS,
-            r"group 'rest': got the ranks \[3, 2\], expected different ones of 0 to 1, as by",
-        ),
-        (b"\x0a\x0c\x0a\x04rest\x12\x04\x08\x01\x08\x01", r"got the ranks \[1, 1\]"),
-        (None, "No such file"),
-    ],
-)
-def test_groups_of_other_ranks_than_those_of_the_table_fail_the_build(
-    tmp_path: Path, rank_table: RankTable, content: bytes | None, text: str
-) -> None:
-    path = tmp_path / "groups.pb"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(
-        RuntimeError, match=rf"^build_from_file .* group_info_file {path}: .*{text}"
-    ):
-        build(tmp_path, rank_table(2), str(path))
-    path.write_bytes(TWO_GROUPS)
-    assert ranks_of(rank_table(4), groups=str(path)).size == 4
 
 
 # Slices.
@@ -224,11 +157,11 @@ def test_rank_that_does_not_come_is_named_within_the_time_of_hccls_variable(
 # Models.
 
 
-def build(folder: Path, sections: Sections, groups: str = "") -> Model:
+def build(folder: Path, sections: Sections) -> Model:
     path = folder / "matmul0.mindir"
     onnx.save(parser.parse_model(WHOLE), path)
     model = Model()
-    context = context_of("Ascend", 0, groups)
+    context = context_of("Ascend")
     model.build_from_file(str(path), ModelType.MINDIR, context, "", sections)
     return model
 

@@ -14,8 +14,7 @@ import threading
 from typing import ClassVar
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.model_cache.onnx_files import read_small, scan
-from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage
+from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import RANK_TABLE, entries_of
 from mcinfer.mslite.context import Context
@@ -25,25 +24,19 @@ from mcinfer.ranks.collectives.launch import Ranks, find_ranks, from_launcher
 from mcinfer.ranks.slicing.plans import METADATA_KEY
 
 _COLLECTIVES = frozenset({"AllReduce", "AllGather"})
-_MAX_GROUPS_BYTES = 1 << 20
 
 
 def place_of(context: Context, sections: Sections) -> Ranks | None:
     """The place of this process among ranks that run a model together; None if it runs it alone.
 
-    On the target `gpu` the launcher says it, on others the rank table of the configuration. What they or the
-    file of groups say wrongly is an InvalidInputError.
+    On the target `gpu` the launcher says it, on others the rank table of the configuration. What they say
+    wrongly is an InvalidInputError.
     """
     if context.device_infos[0] == "gpu":
         launched = from_launcher()
-        ranks = None if launched is None or launched.size == 1 else find_ranks()
-    else:
-        table = entries_of(sections).get(RANK_TABLE)
-        rank = context.ascend.rank_id
-        ranks = find_ranks(rank=rank, rank_table=table) if table else None
-    if ranks is not None and context.group_info_file:
-        _check_groups(context.group_info_file, ranks)
-    return ranks
+        return None if launched is None or launched.size == 1 else find_ranks()
+    table = entries_of(sections).get(RANK_TABLE)
+    return find_ranks(rank=context.ascend.rank_id, rank_table=table) if table else None
 
 
 def is_slice(path: str) -> bool:
@@ -101,42 +94,3 @@ def _seconds(variable: str) -> float:
             f"environment variable {variable}: got {text!r}, expected a number of seconds"
         )
     return float(text)
-
-
-def _check_groups(path: str, ranks: Ranks) -> None:
-    """Check a file of groups against the ranks that there are; it does not change which of them join."""
-    for name, members in read_groups(path).items():
-        if not members or len({*members}) < len(members) or max(members) >= ranks.size:
-            raise InvalidInputError(
-                f"group_info_file {path}: group {name!r}: got the ranks {[*members]}, expected different "
-                f"ones of 0 to {ranks.size - 1}, as by the {ranks.source}"
-            )
-
-
-def read_groups(path: str) -> dict[str, tuple[int, ...]]:
-    """The ranks of each group in a file that MindSpore writes (`GROUP_INFO_FILE`).
-
-    It is the message ``ParallelGroupMap`` of MindSpore's ``ccsrc/utils/node_strategy.proto``::
-
-        repeated ParallelGroupItem parallel_group_item = 1
-            string group_name = 1
-            ParallelGroupRanks parallel_group_ranks = 2
-                repeated uint32 dim = 1
-
-    Raises:
-        InvalidInputError: The file cannot be read, or is not such a message.
-    """
-    where = f"group_info_file {path}"
-    data = read_small(where, path, _MAX_GROUPS_BYTES)
-    groups: dict[str, tuple[int, ...]] = {}
-    try:
-        for item in ProtoMessage(data, 0, len(data)).messages(1):
-            name = item.text(1)
-            if not name or name in groups:
-                raise MalformedError(f"the name {name!r} of a group, missing or not the only one,")
-            groups[name] = tuple(rank for part in item.messages(2) for rank in part.all_numbers(1))
-    except MalformedError as exc:
-        raise InvalidInputError(f"{where}: got {exc}, expected a map of groups to ranks") from None
-    if not groups:
-        raise InvalidInputError(f"{where}: got no group, expected a map of groups to ranks")
-    return groups

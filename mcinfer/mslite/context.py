@@ -251,7 +251,7 @@ class Context(_Part):
             ``["cpu"]`` by default, and again after it is set to anything that is false. The CPU is the
             backup of the others without being named.
         group_info_file: The file with the groups of ranks for distributed inference, ``""`` by
-            default; it is checked when ranks build a model.
+            default. Only MindSpore Lite's own package reads it.
         cpu, gpu, ascend, parallel: Settings for a kind of device, or for a `ModelParallelRunner`.
     """
 
