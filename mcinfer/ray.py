@@ -218,11 +218,6 @@ class Predictor:
 
     def _watch_for_stall(self) -> None:
         """Warn if no batch can come, since actors hold all the CPUs that read tasks need."""
-        _, cpus = _assigned()
-        total = ray.cluster_resources().get("CPU", 0.0)
-        if cpus >= total:
-            _log.warning("this actor has all %g CPUs of the cluster. %s", total, _STALL)
-            return
         self._stall = threading.Timer(_PATIENCE, _check_for_stall)
         self._stall.daemon = True
         self._stall.start()
@@ -345,11 +340,6 @@ once may be answered in any order: wait for `update_weights` before calls that n
 
 # What Ray assigned.
 
-_STALL = (
-    "Ray Data's tasks, which read the data, wait for a CPU for ever if actors have them all: give the actors "
-    "fewer (num_cpus=), or make fewer actors"
-)
-
 
 def _place() -> Literal["actor", "task", "program"]:
     """What of Ray's this process runs, or a program of the user's; it does not connect to Ray."""
@@ -400,7 +390,10 @@ def _check_for_stall() -> None:
     with suppress(Exception):  # Ray may be shutting down
         if ray.available_resources().get("CPU", 0.0) < 1:
             _log.warning(
-                "no batch came in %g s, and the cluster has no CPU free. %s", _PATIENCE, _STALL
+                "no batch came in %g s, and the cluster has no CPU free. Ray Data's tasks, which read the "
+                "data, wait for a CPU for ever if actors have them all: give the actors fewer (num_cpus=), "
+                "or make fewer actors",
+                _PATIENCE,
             )
 
 
