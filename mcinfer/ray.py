@@ -527,7 +527,7 @@ class _Replica:
             return Response(text, status_code=status, media_type="application/json")
 
         try:
-            outputs = await self.predict(self._from_json(await request.body()))
+            outputs = await self.predict(_inputs(await request.body()))
         except InvalidInputError as exc:
             return answer({"error": str(exc)}, 400)
         except QueueFullError as exc:
@@ -537,34 +537,17 @@ class _Replica:
         except (TypeError, ValueError) as exc:
             return answer({"error": f"an output has a value that JSON has not: {exc}"}, 500)
 
-    def _from_json(self, body: bytes) -> dict[str, Any]:
-        try:
-            content = json.loads(body)
-        except (ValueError, RecursionError) as exc:
-            raise InvalidInputError(f"body: got {len(body)} bytes that are no JSON: {exc}") from exc
-        given = content.get("inputs") if isinstance(content, dict) else None
-        if not isinstance(given, dict):
-            raise InvalidInputError('body: expected JSON such as {"inputs": {"x": [[1.0, 2.0]]}}')
-        dtypes = {spec.name: spec.dtype for spec in self._actor.master.inputs}
-        for name in given:
-            if name not in dtypes:
-                raise InvalidInputError(f"inputs: got {name!r}, expected some of {[*dtypes]}")
-        return {name: _from_json(name, value, dtypes[name]) for name, value in given.items()}
 
-
-def _from_json(name: str, value: object, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A tensor from nested lists; no fraction is cut off, and no number becomes a Boolean."""
+def _inputs(body: bytes) -> dict[str, Any]:
+    """Nested lists by input's name, which the master takes as it takes lists of Python's."""
     try:
-        found = np.asarray(value)
-        if not found.size or (found.dtype.kind, dtype.kind) not in _LOSSY:
-            return np.asarray(value, dtype=dtype)
-    except (ValueError, TypeError, OverflowError) as exc:
-        raise InvalidInputError(f"input {name!r}: expected lists of {dtype}: {exc}") from exc
-    raise InvalidInputError(f"input {name!r}: got {found.dtype} values, expected {dtype}")
-
-
-_LOSSY = {("f", "i"), ("f", "u"), ("f", "b"), ("i", "b"), *(("U", kind) for kind in "iufb")}
-"""Kinds of dtypes that NumPy would convert all the same."""
+        content = json.loads(body)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidInputError(f"body: got {len(body)} bytes that are no JSON: {exc}") from exc
+    given = content.get("inputs") if isinstance(content, dict) else None
+    if not isinstance(given, dict):
+        raise InvalidInputError('body: expected JSON such as {"inputs": {"x": [[1.0, 2.0]]}}')
+    return given
 
 
 def _to_json(array: NDArray[Any]) -> Any:

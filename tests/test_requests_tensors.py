@@ -82,6 +82,13 @@ def test_refused_type_comes_with_a_cure_in_the_callers_words() -> None:
         as_input(Torch("bfloat16"), spec("bfloat16"), "bfloat16")
 
 
+def test_whole_numbers_of_pythons_fit_an_unsigned_input_that_can_hold_them() -> None:
+    assert as_input([0, 255], spec("uint8"), "uint8").tolist() == [0, 255]
+    for values in ([-1], [256]):
+        with pytest.raises(InvalidInputError, match="expected 0 to 255"):
+            as_input(values, spec("uint8"), "uint8")
+
+
 # Joining.
 
 WHOLE = OutputJoin(axis=None, shapes=None, shape=None)

@@ -144,7 +144,12 @@ def as_input(value: Any, spec: TensorSpec, element_type: str, role: str = "input
     elif (
         not typed
         and array.dtype.kind in "biuf"
-        and (array.size == 0 or np.can_cast(array.dtype, spec.dtype, "same_kind"))
+        and (
+            array.size == 0
+            or np.can_cast(array.dtype, spec.dtype, "same_kind")
+            or array.dtype.kind + spec.dtype.kind
+            == "iu"  # of which `check_range` takes those above -1
+        )
     ):
         check_range(array, spec, role)
         return array.astype(spec.dtype)
