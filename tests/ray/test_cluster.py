@@ -193,7 +193,8 @@ def test_actors_of_a_node_map_one_copy_of_the_weights(
     actor: MakeActor, tmp_path: Path, folders: Path
 ) -> None:
     path, size = products_model(tmp_path / "large.onnx", side=2048, layers=16)
-    actors = [actor(Actor, path) for _ in range(3)]
+    options = mcinfer.EngineOptions(prepare="wait")
+    actors = [actor(Actor, path, options=options) for _ in range(3)]
     x = {"x": np.ones((1, 2048), np.float32)}
     answers = ray.get([one.predict.remote(x) for one in actors], timeout=120)
     np.testing.assert_array_equal(answers[0]["y"], answers[2]["y"])
