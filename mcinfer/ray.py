@@ -8,34 +8,29 @@
     actor                 ─ Master ═► workers         actor ─ Master ═► workers
               │                  │
               │                  └ one copy of the weights on a node: the model cache's files
-              └ what Ray assigned: its GPUs, or as many cores as CPUs, claimed for it alone
+              └ what Ray assigned: its GPUs, or as many threads as CPUs
 
-Ray counts CPUs, but ties no process to a core. So an actor *claims* cores: for each it binds a Unix socket of
-that core's name, which only one process of a network namespace can do, of any user. The kernel releases a
-claim when the process ends, however it ends. An actor that ends takes the workers of its master with it.
+Ray counts CPUs, but ties no process to a core. Nor are workers pinned here: actors that do not know of each
+other would choose the same cores. An actor that ends takes the workers of its master with it.
 """
 
 import inspect
 import json
 import logging
 import os
-import socket
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
-from time import monotonic, sleep
 from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices, share_cores
+from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.extras import requires
-from mcinfer.machine import usable_cpus, whole_cpus
+from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.private import SerializableModel
 from mcinfer.requests.tensors import Arrays, Inputs
@@ -49,15 +44,6 @@ _log = logging.getLogger("mcinfer.ray")
 
 _PATIENCE = 10.0
 """Seconds without a batch, after which an actor of Ray Data looks whether one can come."""
-
-_CORE = "\0mcinfer-core-{}"
-"""Name of the socket that claims a core. It is abstract (unix(7)), so there is no file to leave behind."""
-
-_TURN = "\0mcinfer-cores"
-"""Name of the socket that one process at a time has while it claims cores."""
-
-_TURN_SECONDS = 2.0
-"""How long to wait for a turn. Without one, two processes that claim at once may find too few cores free."""
 
 ModelSource: TypeAlias = str | os.PathLike[str] | bytes | SerializableModel | ray.ObjectRef
 """What `Predictor` takes for a model."""
@@ -85,15 +71,13 @@ class Predictor:
             folder of the process that starts the workers, which Ray may set (``working_dir``).
         devices: As in `Master`. None is what Ray assigned to the actor or task: ``cuda:i`` for its GPUs;
             else its CPUs, in as many shares as `Master` would make of so many. Without either, all CPUs as
-            in `Master`. CPU devices share the cores that the process claims, one for each whole CPU. The
-            workers are not pinned if too few are free on the machine, if a CPU quota gives time on all
-            cores, or if there is less than one CPU. ``"inline"``: a session in the actor's own process, with
-            as many threads as Ray assigned CPUs; it claims no cores.
+            in `Master`. CPU devices have as many threads together as Ray assigned CPUs, on any core;
+            ``"inline"``, a session in the actor's own process, too.
         batch_axes: As in `Master`.
         keep: Columns to pass on beside the outputs. None: those that are no inputs of the model.
         outputs: Names of the outputs to return; None is all.
-        master_options: Further options of `Master`, by name. With ``options=EngineOptions(cores=...)``, no
-            core is claimed, and None for `devices` is a CPU worker for each list of cores.
+        master_options: Further options of `Master`, by name. With ``options=EngineOptions(cores=...)``, None
+            for `devices` is a CPU worker for each list of cores.
 
     Raises:
         InvalidInputError: An argument is invalid.
@@ -126,7 +110,6 @@ class Predictor:
         self._lock = threading.Lock()
         self._master: Master | None = None
         self._closed = False
-        self._cores = _Cores()
         self._stall: threading.Timer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,11 +137,7 @@ class Predictor:
                         "this task of Ray's starts workers for itself alone: an actor keeps them for all "
                         "batches. Give map_batches the class (Predictor, fn_constructor_args=...)"
                     )
-                try:
-                    self._master = self._new_master().start()
-                except BaseException:
-                    self._cores.release()
-                    raise
+                self._master = self._new_master().start()
             return self._master
 
     def _new_master(self) -> Master:
@@ -176,43 +155,25 @@ class Predictor:
             chosen = parse_devices(devices, min(max(1, int(cpus)), whole_cpus()))
             if all(device.kind in ("cpu", INLINE) for device in chosen):
                 devices = [str(device) for device in chosen]
-                options["options"] = self._on_own_cores(chosen, cpus, engine)
+                options["options"] = self._of_so_many(chosen, cpus, engine)
         if devices in (INLINE, [INLINE]):
             options.setdefault("inline_threads", 1)  # an actor is called once at a time
         return Master(model, devices, **options)
 
-    def _on_own_cores(
+    def _of_so_many(
         self, devices: Sequence[Device], cpus: float, engine: EngineOptions
     ) -> EngineOptions:
-        """The options of the engine, with the cores that this process claims; they stay its own.
-
-        A CPU quota limits time, not place. All containers of a host that are limited so see the same cores,
-        and none sees the others' claims: if each claimed the first ones, these would be overloaded.
-        """
+        """The options of the engine for devices that have so many CPUs together, on any core."""
         usable = sorted(os.sched_getaffinity(0))
-        wanted = min(int(cpus), len(usable))
-        inline = devices[0].kind == INLINE  # whose threads are not pinned
-        if wanted and not inline and usable_cpus() >= len(usable):
-            own = self._cores.claim(usable, wanted)
-            if own:
-                shares = share_cores(devices, own).values()
-                return replace(engine, cores=[share.cores for share in shares])
-            _log.warning(
-                "%d of the cores %s were wanted, and fewer are free: other actors of this machine have them, "
-                "so the workers are not pinned. Ray counts more CPUs here than the machine has cores for, or "
-                "several programs use Ray",
-                wanted,
-                usable,
-            )
+        share = min(int(cpus), len(usable), whole_cpus()) // len(devices)
         config = dict(engine.session_config)
         if self._options.get("engine", "onnxruntime") == "onnxruntime":
             # Threads that spin would take cores of others.
             config.setdefault("session.intra_op.allow_spinning", "0")
         return replace(
             engine,
-            cores=None if inline else [usable] * len(devices),
-            threads=engine.threads
-            or max(1, min(wanted, whole_cpus()) // len(devices) + 1 - engine.runs_at_once),
+            cores=None if devices[0].kind == INLINE else [usable] * len(devices),
+            threads=engine.threads or max(1, share + 1 - engine.runs_at_once),
             session_config=config,
         )
 
@@ -223,18 +184,15 @@ class Predictor:
         self._stall.start()
 
     def close(self) -> None:
-        """End the workers, and give the cores back. Safe to call again.
+        """End the workers. Safe to call again.
 
         Nothing must call it: what ends the actor, or collects this object, ends the workers.
         """
         with self._lock:
             self._closed = True
             self._called()
-            try:
-                if self._master is not None:
-                    self._master.close()
-            finally:
-                self._cores.release()
+            if self._master is not None:
+                self._master.close()
 
     def __enter__(self) -> Self:
         self._start()
@@ -395,62 +353,6 @@ def _check_for_stall() -> None:
                 "or make fewer actors",
                 _PATIENCE,
             )
-
-
-class _Cores:
-    """The cores that this process has claimed on this machine, for as long as it lives."""
-
-    def __init__(self) -> None:
-        self._sockets = ExitStack()
-        weakref.finalize(self, self._sockets.close)
-        _CLAIMS.add(self)
-
-    def claim(self, usable: Sequence[int], count: int) -> tuple[int, ...]:
-        """So many of the cores, neighbours if possible; none if fewer are free."""
-        neighbours = [usable[i : i + count] for i in range(0, len(usable) - count + 1, count)]
-        with socket.socket(socket.AF_UNIX) as turn:
-            deadline = monotonic() + _TURN_SECONDS
-            while not _bound(turn, _TURN) and monotonic() < deadline:
-                sleep(0.005)
-            for cores in (*neighbours, usable):
-                own = tuple(islice(filter(self._bind, cores), count))
-                if len(own) == count:
-                    return own
-                self.release()
-        return ()
-
-    def _bind(self, core: int) -> bool:
-        claimed = socket.socket(socket.AF_UNIX)
-        if not _bound(claimed, _CORE.format(core)):
-            claimed.close()
-            return False
-        self._sockets.enter_context(claimed)
-        return True
-
-    def release(self) -> None:
-        """Give them back."""
-        self._sockets.close()
-
-
-def _bound(one: socket.socket, name: str) -> bool:
-    """Whether a socket has got a name, which no other process has then."""
-    try:
-        one.bind(name)
-    except OSError:
-        return False
-    return True
-
-
-_CLAIMS: weakref.WeakSet[_Cores] = weakref.WeakSet()
-
-
-def _forget_claims() -> None:
-    """In a forked process, which may outlive the one that claimed."""
-    for cores in _CLAIMS:
-        cores.release()
-
-
-os.register_at_fork(after_in_child=_forget_claims)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 
 from mcinfer import ClosedError, EngineOptions, InvalidInputError
 from mcinfer.examples import encoder
-from mcinfer.ray import Predictor, _Cores, assigned_cards
-from tests.process.scripts import Program, printed
+from mcinfer.ray import Predictor, assigned_cards
+from tests.process.scripts import printed
 from tests.ray.conftest import IMAGES, fake_model
 
 
@@ -163,46 +162,10 @@ def test_gpu_that_this_process_cannot_see_is_named(
         assigned_cards(ids, visible)
 
 
-# Cores. These are beyond any machine's, so that no process claims them in earnest.
-
-CORES = range(90000, 90006)
+# Cores.
 
 
-def test_cores_of_a_killed_process_are_free() -> None:
-    code = f"from mcinfer.ray import _Cores; c = _Cores(); print(c.claim({[*CORES]}, 6)); input()"
-    with Program(code, talks=True) as other:
-        assert other.line().startswith("(90000")
-        own = _Cores()
-        assert own.claim(CORES, 1) == ()
-        other.send_signal(signal.SIGKILL)
-        other.wait()
-        assert own.claim(CORES, 1) == (90000,)
-        own.release()
-
-
-def test_forked_process_does_not_keep_the_cores() -> None:
-    # In a process of its own, since forking one with threads is unsafe.
-    code = (
-        "import os; from mcinfer.ray import _Cores\n"
-        "first, second = _Cores(), _Cores()\n"
-        f"assert first.claim({[*CORES]}, 6)\n"
-        "until, hold = os.pipe()\n"
-        "ready, told = os.pipe()\n"
-        "if os.fork() == 0:\n"
-        "    os.close(hold); os.write(told, b'1'); os.read(until, 1); os._exit(0)\n"
-        "os.read(ready, 1)\n"
-        f"assert not second.claim({[*CORES]}, 1)\n"  # the child gave back nothing of its parent's
-        "first.release()\n"
-        f"print(second.claim({[*CORES]}, 6))"
-    )
-    assert printed(code).startswith("(90000")
-
-
-# Stalls.
-
-
-def test_given_cores_are_used_and_none_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Cores, "claim", None)
+def test_given_cores_are_used() -> None:
     cores = sorted(os.sched_getaffinity(0))[:1]
     with Predictor(encoder(), options=EngineOptions(cores=[cores])) as predictor:
         assert predictor({"image": IMAGES})["embedding"].shape == (24, 64)
