@@ -1,13 +1,11 @@
 """A model loaded in this process: an engine, run on arrays in the caller's thread.
 
 Ownership: inputs are borrowed during a run, which reads them in place; outputs are new arrays, which belong
-to the caller. A `LoadedModel` belongs to its models; a group of models holds only weak references.
+to the caller. A `LoadedModel` belongs to its model.
 """
 
-import hashlib
 import logging
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,24 +96,17 @@ class LoadedModel:
         self.weights: Mapping[str, NDArray[Any]] = {}
         self.output_shapes = lru_cache(_MAX_SHAPES)(partial(_output_shapes, engine.spec))
         self._cores = cores
-        self._updating = threading.Lock()
         check_whole_bytes((*engine.spec.inputs, *engine.spec.outputs, *engine.weights))
         weakref.finalize(self, engine.close)
 
     def update_weights(self, weights: Mapping[str, Any]) -> None:
-        """Replace weights by copies; runs that have begun keep the old ones."""
+        """Replace weights by copies, one call at a time; runs that have begun keep the old ones."""
         specs = {spec.name: spec for spec in self.engine.weights}
         copies = {
             name: np.array(array, specs[name].dtype, order="C")
             for name, array in check_weights(weights, specs).items()
         }
-        with self._updating:
-            self.weights = {**self.weights, **copies}
-
-    def take_weights(self, other: "LoadedModel") -> None:
-        """Have the weights that were replaced in the same model of other sizes, but not here."""
-        with self._updating:
-            self.weights = {**other.weights, **self.weights}
+        self.weights = {**self.weights, **copies}
 
     def run(self, inputs: Sequence[Any]) -> dict[str, NDArray[Any]]:
         """Run the model on one array for each input; the outputs by name."""
@@ -180,13 +171,11 @@ def load(
     attempt: Attempt,
     ranks: Membership | None = None,
     dims: Dims | None = None,
-    *,
-    workspace: bool = False,
 ) -> LoadedModel:
     """Load a model in one way.
 
     With `ranks`, as a rank of a group; with `dims`, with other sizes of the inputs in place of those that an
-    ONNX model fixes; with a `workspace`, on the memory between operators that all such models share.
+    ONNX model fixes.
     """
     cores: Sequence[int] = ()
     if attempt.kind == "cpu":
@@ -194,7 +183,7 @@ def load(
     cpus, model = whole_cpus(), source.model
     pids, handle = weight_sharing(source.sections)
     config = dict(attempt.options.session_config)
-    prepare: PrepareKind = attempt.options.prepare if pids is None else "always"
+    prepare: PrepareKind = source.prepare if pids is None else "always"
     if dims is not None:
         # It is another model: preparing it would keep the same weights once more.
         pids, handle, prepare = None, None, "never"
@@ -209,7 +198,7 @@ def load(
                 raise BuildError("weight_bytes: only ONNX models have their weights in such a file")
             config[FOLDER_KEY] = opened.enter_context(PrivateFolder()).path
             _put_weights(model, source.weights, Path(config[FOLDER_KEY]))
-        if workspace and attempt.engine == "onnxruntime":
+        if source.workspace and attempt.engine == "onnxruntime":
             config["session.use_env_allocators"] = "1"
         device = Device(attempt.kind, attempt.index)
         request = EngineRequest(
@@ -271,18 +260,6 @@ _ANOTHER = {
     "card": "another card",
     "cpu": "a CPU of other abilities",
 }
-
-
-def identity(source: Source, attempt: Attempt, dims: Dims | None) -> object:
-    """Equal for models that one loaded model can serve. It lives with that, so it holds no content."""
-    contents: list[object] = []
-    for given in (source.model, source.weights):
-        if isinstance(given, str):
-            entry = os.stat(given)
-            contents.append((entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns))
-        else:
-            contents.append(given and hashlib.sha256(given).digest())
-    return repr((contents, attempt, str(source.context.cpu), source.sections, dims))
 
 
 # Models in memory, and of other sizes.

@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
-from mcinfer.config import EngineOptions, automatic_workers
+from mcinfer.config import EngineOptions, PrepareKind, automatic_workers
 from mcinfer.errors import (
     BuildError,
     InvalidInputError,
@@ -68,6 +68,8 @@ class Source:
         name: As `Model.__str__` prints it.
         model: Absolute path, or content.
         weights: Content of its file of weights, if given.
+        prepare: As in `EngineOptions`.
+        workspace: Whether it uses the memory between operators that all such models share.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class Source:
         self.context = context
         self.sections = sections
         self.weights = weights
+        self.prepare: PrepareKind = "auto"
+        self.workspace = False
 
 
 def model_type_of(model: str | bytes, model_type: ModelType | None = None) -> ModelType:

@@ -22,15 +22,14 @@ from mcinfer.mslite._checks import (
     failures,
 )
 from mcinfer.mslite._configuration import read_configuration, weight_sharing
-from mcinfer.mslite._loaded import Dims, LoadedModel, identity, load, membership
-from mcinfer.mslite._ranks import Membership
+from mcinfer.mslite._loaded import LoadedModel, load, membership
 from mcinfer.mslite._runner import (
     ModelParallelRunner,
     RunnerConfig,
     given_tensors,
     named_weights,
 )
-from mcinfer.mslite._targets import Attempt, ModelType, Source, open_first
+from mcinfer.mslite._targets import ModelType, Source, open_first
 from mcinfer.mslite.context import Context, check_context
 from mcinfer.mslite.tensor import (
     Format,
@@ -169,8 +168,10 @@ class Model:
                 raise BuildError("the model was built already; make a new Model")
             pids, _ = weight_sharing(source.sections)
             ranks = membership(source)
-            group = self._group or ModelGroup._of_path(source.model)
-            build = partial(_load, group, source, ranks)
+            if (group := self._group or ModelGroup._of_path(source.model)) is not None:
+                source.workspace = ModelGroupFlag.SHARE_WORKSPACE in group.flags
+                source.prepare = "wait" if ModelGroupFlag.SHARE_WEIGHT in group.flags else "auto"
+            build = partial(load, source, ranks=ranks)
             try:
                 session = open_first(source, build, alone=True, stacklevel=3)
             except BaseException:
@@ -186,7 +187,6 @@ class Model:
             specs = session.spec.inputs
             if fixed or not any(isinstance(size, int) for spec in specs for size in spec.shape):
                 source.model, source.weights = "", None  # nothing reads them again
-            self._group = group
             self._built = _Built(
                 source=source,
                 session=session,
@@ -325,9 +325,8 @@ class Model:
             if built.fixed:
                 raise BuildError(built.fixed)
             dims_of = dict(zip(names, wanted, strict=True))
-            session = _load(self._group, built.source, None, session.attempt, dims_of)
-            # Weights that another model of the group has replaced in a shared session stay.
-            session.take_weights(built.session)
+            session = load(built.source, session.attempt, dims=dims_of)
+            session.weights = built.session.weights
         if all(size > 0 for shape in wanted for size in shape):
             session.output_shapes(tuple(map(tuple, wanted)))
         built.session, built.dims = session, wanted
@@ -354,26 +353,6 @@ class Model:
             built.session.update_weights(named_weights(given, built.session.engine.weights))
 
 
-def _load(
-    group: "ModelGroup | None",
-    source: Source,
-    ranks: Membership | None,
-    attempt: Attempt,
-    dims: Dims | None = None,
-) -> LoadedModel:
-    flags = ModelGroupFlag(0) if group is None else group.flags
-    workspace = ModelGroupFlag.SHARE_WORKSPACE in flags
-    if group is None or ModelGroupFlag.SHARE_WEIGHT not in flags:
-        return load(source, attempt, ranks, dims, workspace=workspace)
-    with group._lock:
-        key = identity(source, attempt, dims)
-        session = group._loaded.get(key)
-        if session is None:
-            session = load(source, attempt, ranks, dims, workspace=workspace)
-            group._loaded[key] = session
-        return session
-
-
 def _current_pid() -> int:
     """This process's id in the outermost pid namespace that ``/proc`` shows (proc_pid_status(5)).
 
@@ -389,8 +368,8 @@ def _current_pid() -> int:
 class ModelGroup:
     """Models of this process that share what they can.
 
-    ``SHARE_WEIGHT``: models that are built from the same file with the same context have one loaded model,
-    with its weights; `Model.update_weights` replaces them for all that have the same sizes.
+    ``SHARE_WEIGHT``: a model is prepared before it is loaded, and all models of its file map one copy of its
+    weights, as workers do: ONNX models on the CPU, of 16 MiB and more.
     ``SHARE_WORKSPACE``: the models of this process use one arena of ONNX Runtime for memory between
     operators, in place of one each. As in MindSpore Lite, such a group names its models by path.
     ``SHARE_WEIGHT_WORKSPACE``: both. Something other than these flags is a RuntimeError.
@@ -407,8 +386,6 @@ class ModelGroup:
             )
         self.flags = flags
         self._has_models = False
-        self._lock = threading.Lock()
-        self._loaded: WeakValueDictionary[object, LoadedModel] = WeakValueDictionary()
 
     @classmethod
     def _of_path(cls, model: str | bytes) -> "ModelGroup | None":
