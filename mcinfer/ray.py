@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeAlias
@@ -110,7 +110,6 @@ class Predictor:
         self._lock = threading.Lock()
         self._master: Master | None = None
         self._closed = False
-        self._stall: threading.Timer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_keep", "_outputs", "_model", "_devices", "_options")
@@ -179,9 +178,9 @@ class Predictor:
 
     def _watch_for_stall(self) -> None:
         """Warn if no batch can come, since actors hold all the CPUs that read tasks need."""
-        self._stall = threading.Timer(_PATIENCE, _check_for_stall)
-        self._stall.daemon = True
-        self._stall.start()
+        stall = threading.Timer(_PATIENCE, _check_for_stall, [self.statistics])
+        stall.daemon = True
+        stall.start()
 
     def close(self) -> None:
         """End the workers. Safe to call again.
@@ -190,7 +189,6 @@ class Predictor:
         """
         with self._lock:
             self._closed = True
-            self._called()
             if self._master is not None:
                 self._master.close()
 
@@ -220,7 +218,6 @@ class Predictor:
                 output has no row for each row of the batch.
             McinferError: As `Master.predict`.
         """
-        self._called()
         master = self.master
         if not isinstance(batch, Mapping):
             raise InvalidInputError(
@@ -253,7 +250,6 @@ class Predictor:
 
     def predict(self, inputs: Inputs, **arguments: Any) -> Arrays:
         """`Master.predict`. Nothing but inputs is accepted, and nothing but outputs comes back."""
-        self._called()
         return self.master.predict(inputs, **{"outputs": self._outputs, **arguments})
 
     def update_weights(
@@ -269,12 +265,6 @@ class Predictor:
     def statistics(self) -> Statistics:
         """`Master.statistics`."""
         return self.master.statistics()
-
-    def _called(self) -> None:
-        """A call came, so nothing stalls."""
-        stall, self._stall = self._stall, None
-        if stall is not None:
-            stall.cancel()
 
 
 class ModelActor(Predictor):
@@ -343,10 +333,10 @@ def assigned_cards(ids: Sequence[int | str], visible: str | None) -> list[str]:
     return [f"cuda:{index}" for index in sorted(indices)]
 
 
-def _check_for_stall() -> None:
-    """Warn if there is no CPU left for tasks that read data."""
+def _check_for_stall(counts: Callable[[], Statistics]) -> None:
+    """Warn if no batch has come, and there is no CPU left for tasks that read data."""
     with suppress(Exception):  # Ray may be shutting down
-        if ray.available_resources().get("CPU", 0.0) < 1:
+        if not counts().accepted and ray.available_resources().get("CPU", 0.0) < 1:
             _log.warning(
                 "no batch came in %g s, and the cluster has no CPU free. Ray Data's tasks, which read the "
                 "data, wait for a CPU for ever if actors have them all: give the actors fewer (num_cpus=), "
