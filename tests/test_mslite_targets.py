@@ -22,14 +22,9 @@ from mcinfer.mslite.context import Context
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of eight cores that are alike, and no word of the user's about devices."""
+    """A machine of eight cores, and no word of the user's about devices."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
-    alike(dict.fromkeys(range(8), 1024), monkeypatch)
     monkeypatch.delenv("MCINFER_STRICT_DEVICE", raising=False)
-
-
-def alike(capacities: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcinfer.mslite._targets.core_capacities", lambda: capacities)
 
 
 def context_of(*target: str, **settings: Any) -> Context:
@@ -228,30 +223,20 @@ def test_workers_and_cores_that_do_not_fit_the_machine_are_refused() -> None:
             pinned_cores(context, workers)
 
 
-def test_cores_are_dealt_by_the_list_or_by_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_kinds = {0: 400, 1: 400, 2: 1024, 3: 1024}
-    three_kinds = {0: 400, 1: 400, 2: 1024, 3: 700, 4: 1024, 5: 700}
-    again = ((0,), (1,), (2,), (3,), (0,), (1,))  # from the start
-    for capacities, mode, threads, listed, dealt in (
-        (two_kinds, 0, 2, [4, 5, 6, 7], ((4, 5), (6, 7))),
-        (two_kinds, 0, 0, [4, 5, 6, 7], ((4, 5), (6, 7))),
-        (two_kinds, 0, 2, [0, 0, 1, 1], ((0,), (1,))),  # each core once
-        (two_kinds, 2, 1, [3, 0], ((3,), (0,))),  # the list is more than any mode
-        (two_kinds, 1, 1, [], ((2,), (3,))),
-        (two_kinds, 2, 1, [], again),
-        (three_kinds, 1, 3, [], ((2, 4, 3), (5, 0, 1))),
-        (three_kinds, 2, 3, [], ((3, 5, 0), (1, 2, 4))),
-        (three_kinds, 0, 1, [], None),
-        ({0: 5, 1: 5}, 1, 1, [], None),
+def test_cores_of_the_list_are_dealt_to_the_workers() -> None:
+    for threads, listed, dealt in (
+        (2, [4, 5, 6, 7], ((4, 5), (6, 7))),
+        (0, [4, 5, 6, 7], ((4, 5), (6, 7))),
+        (2, [0, 0, 1, 1], ((0,), (1,))),  # each core once
+        (1, [3, 0], ((3,), (0,))),
+        (1, [], None),
     ):
-        alike(capacities, monkeypatch)
-        context = context_of(
-            "cpu",
-            cpu_thread_num=threads,
-            cpu_thread_affinity_mode=mode,
-            cpu_thread_affinity_core_list=listed,
-        )
-        assert pinned_cores(context, 6 if dealt == again else 2) == dealt
+        context = context_of("cpu", cpu_thread_num=threads, cpu_thread_affinity_core_list=listed)
+        assert pinned_cores(context, 2) == dealt
+    [remark] = only(context_of("cpu", cpu_thread_affinity_mode=1)).remarks
+    assert (
+        remark == "cpu thread_affinity_mode has no effect: name cores in thread_affinity_core_list"
+    )
 
 
 def test_entries_without_an_effect_are_in_one_warning_at_the_callers_line(

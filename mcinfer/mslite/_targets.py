@@ -7,10 +7,8 @@ unless ``MCINFER_STRICT_DEVICE=1`` makes that an error.
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from pathlib import Path
 from typing import TypeVar
 
 from mcinfer.config import EngineOptions, PrepareKind, automatic_workers
@@ -177,10 +175,9 @@ def _on_cpu(source: Source) -> _Way:
             "cpu precision_mode preferred_fp16: the engines have no float16 mode of their own on a "
             "CPU, so the model runs in the precision that it is written in"
         )
-    mode = 0 if cpu.thread_affinity_core_list else cpu.thread_affinity_mode
-    if mode and order_cores(core_capacities(), mode) is None:
+    if cpu.thread_affinity_mode and not cpu.thread_affinity_core_list:
         remarks.append(
-            "cpu thread_affinity_mode has no effect: the cores of this machine are all alike"
+            "cpu thread_affinity_mode has no effect: name cores in thread_affinity_core_list"
         )
     return "cpu", 0, {}, remarks
 
@@ -295,54 +292,20 @@ def count_workers(context: Context, kind: str, wanted: int, device_ids: Sequence
 
 
 def pinned_cores(context: Context, workers: int) -> tuple[tuple[int, ...], ...] | None:
-    """Each worker's cores, from the context's list or by its mode; None if it has neither."""
+    """Each worker's cores, from the context's list; None if there is none."""
     listed = context.cpu.thread_affinity_core_list
-    ordered = listed or order_cores(core_capacities(), context.cpu.thread_affinity_mode)
-    if not ordered:
+    if not listed:
         return None
-    threads = context.cpu.thread_num or max(1, len(ordered) // workers)
-    if listed and len(listed) != threads * workers:
+    threads = context.cpu.thread_num or max(1, len(listed) // workers)
+    if len(listed) != threads * workers:
         raise InvalidInputError(
             f"cpu_thread_affinity_core_list: got {len(listed)} cores, expected threads x workers = "
             f"{threads} x {workers}"
         )
     usable = sorted(os.sched_getaffinity(0))
-    absent = [core for core in listed if core not in usable]
-    if absent:
+    if absent := [core for core in listed if core not in usable]:
         raise InvalidInputError(
             f"cpu_thread_affinity_core_list: got {absent}, expected some of {usable}"
         )
-    # One worker after another takes as many as it has threads, each core once; then from the start again.
-    return tuple(
-        tuple(dict.fromkeys(ordered[(w * threads + t) % len(ordered)] for t in range(threads)))
-        for w in range(workers)
-    )
-
-
-def core_capacities(folder: Path = Path("/sys/devices/system/cpu")) -> dict[int, int]:
-    """The performance of each core that this process may use, in the kernel's unit; 0 if unknown.
-
-    ``cpu_capacity`` where the kernel has it (Documentation/arch/arm64/cpu-capacity.rst), else the highest
-    frequency in kHz.
-    """
-    capacities = dict.fromkeys(sorted(os.sched_getaffinity(0)), 0)
-    for core in capacities:
-        for name in ("cpufreq/cpuinfo_max_freq", "cpu_capacity"):
-            with suppress(OSError, ValueError):
-                text = (folder / f"cpu{core}" / name).read_text(encoding="ascii")
-                capacities[core] = int(text)
-    return capacities
-
-
-def order_cores(capacities: Mapping[int, int], mode: int) -> list[int] | None:
-    """The cores in the order in which threads take them; None if there is no order.
-
-    Mode 1: big cores, then middle, then little ones; mode 2: middle, little, big. Of two kinds only, the
-    weaker one is the middle. Mode 0 has no order.
-    """
-    kinds = sorted(set(capacities.values()), reverse=True)
-    if not mode or len(kinds) < 2:
-        return None
-    if mode == 2:
-        kinds = [*kinds[1:], kinds[0]]
-    return [core for kind in kinds for core in sorted(capacities) if capacities[core] == kind]
+    places = range(0, len(listed), threads)
+    return tuple(tuple(dict.fromkeys(listed[i : i + threads])) for i in places)  # each core once

@@ -97,7 +97,8 @@ class CpuDeviceInfo(_Part):
         inter_op_parallel_num: Operators that run at the same time; 0 (the default) leaves it to the
             library.
         thread_affinity_mode: 0: threads are not bound (the default), 1: big cores first, 2: middle cores
-            first. Another number is taken as 0, with a UserWarning.
+            first. The last two have no effect here, as a UserWarning of the build says. Another number is
+            taken as 0, with a UserWarning.
         thread_affinity_core_list: Cores to bind the threads to, none by default; a copy.
     """
 
