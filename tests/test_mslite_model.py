@@ -40,11 +40,6 @@ mixed (float[2, 3] a, float[n, 3] b) => (float[2, 3] y, float[n, 3] z) {{ y = Ne
 """
 """One input of fixed sizes, one whose rows are open."""
 
-RESHAPED = f"""{HEAD}
-reshaped (float[2, 3] x) => (float[3, 2] y) <int64[2] to = {{3, 2}}> {{ y = Reshape(x, to) }}
-"""
-"""The graph itself fixes its sizes."""
-
 MATMUL = f"""{HEAD}
 matmul (float[2, 3] x) => (float[2, 1] y) <float[3, 1] w = {{1, 2, 3}}> {{ y = MatMul(x, w) }}
 """
@@ -322,7 +317,6 @@ def test_open_sizes_stay_open_where_fixed_ones_are_built_again(onnx_model: OnnxM
         (FIXED, [0, 3]),
         (FIXED, [6]),
         (AFFINE, [0, 4]),
-        (RESHAPED, [4, 3]),
         (MATMUL, [2, 4]),
     ],
 )

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -283,8 +282,7 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
     """An ONNX model with other sizes in place of fixed ones; external weights stay where they are.
 
     Sizes that are open, and sizes that the graph itself fixes, stay as they are. If these do not go with the
-    new ones, the engine refuses the model, except for a Reshape to a constant, which is refused here: ONNX
-    Runtime (1.31) notices it in the run.
+    new ones, the engine refuses the model, or a run shows it, as with a Reshape to a constant.
     """
     with requires("changing a model takes the package onnx", "onnx", extra="onnx"):
         import onnx
@@ -305,22 +303,6 @@ def _with_dims(source: str | bytes, dims: Dims) -> bytes:
             for i, size in enumerate(value.type.tensor_type.shape.dim):
                 if size.HasField("dim_value"):
                     size.dim_param = f"{value.name}_{i}"
-        model = onnx.shape_inference.infer_shapes(model)
-        content = bytes(model.SerializeToString())
+        return bytes(onnx.shape_inference.infer_shapes(model).SerializeToString())
     except Exception as exc:  # protobuf and onnx raise many kinds
         raise BuildError(f"onnx: {type(exc).__name__}: {exc}") from exc
-    graph = model.graph
-    known = {
-        value.name: [size.dim_value for size in value.type.tensor_type.shape.dim]
-        for value in (*graph.input, *graph.value_info, *graph.output)
-        if all(size.HasField("dim_value") for size in value.type.tensor_type.shape.dim)
-        and value.type.tensor_type.HasField("shape")
-    }
-    for node in graph.node:
-        if node.op_type == "Reshape" and node.input[0] in known and node.output[0] in known:
-            before, after = known[node.input[0]], known[node.output[0]]
-            if prod(before) != prod(after):
-                raise BuildError(
-                    f"the Reshape that makes {node.output[0]!r} cannot make {after} of {before}"
-                )
-    return content
