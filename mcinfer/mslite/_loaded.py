@@ -56,22 +56,13 @@ def _pinned(cores: Sequence[int]) -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    try:
+    with suppress(OSError):  # none is allowed any more
         os.sched_setaffinity(0, cores)
-    except OSError:
-        _warn_of_lost(tuple(cores), tuple(sorted(before)))
     try:
         yield
     finally:
         with suppress(OSError):  # they were taken meanwhile
             os.sched_setaffinity(0, before)
-
-
-@lru_cache  # once
-def _warn_of_lost(cores: tuple[int, ...], allowed: tuple[int, ...]) -> None:
-    _log.warning(
-        "threads are not bound: none of the cores %s is allowed now, %s are", cores, allowed
-    )
 
 
 class LoadedModel:
