@@ -7,7 +7,6 @@ on a card: preparing, the layout, giving the weights to sessions.
 import ctypes
 import gc
 import os
-import re
 import stat
 import sys
 import threading
@@ -186,14 +185,6 @@ def test_weights_that_a_session_cannot_use_are_its_own(card: Card, tmp_path: Pat
     leader.block = block
 
 
-def test_weights_that_stay_with_each_session_are_noted(card: Card, tmp_path: Path) -> None:
-    graph = MODELS[LOOP][0].replace("32", "512")
-    weights = {**MODELS[LOOP][1], "inner": numbers(512, 512), "w": numbers(512, 512)}
-    engine = open_on_card(write(tmp_path / "model.onnx", (graph, weights)), slab=Leader(card))
-    [note] = engine.notes  # those of the loop's body
-    assert re.match(r"each process has 10485\d\d bytes of the weights of its own", note)
-
-
 def test_weight_of_a_subgraph_is_not_mistaken_for_one_of_the_same_name_outside(
     card: Card, tmp_path: Path
 ) -> None:
@@ -209,19 +200,6 @@ def test_weight_of_a_subgraph_is_not_mistaken_for_one_of_the_same_name_outside(
     shared, plain = open_on_card(path, slab=leader), open_on_card(path, prepare="never")
     assert [one.name for one in layout(leader.models[0]).tensors] == ["w"]
     np.testing.assert_allclose(results(shared)[0], results(plain)[0], rtol=1e-3, atol=1e-4)
-
-
-def test_weights_of_operators_that_run_on_the_host_are_known(tmp_path: Path) -> None:
-    graph = """(float[n] x) => (float[n] y) <float[1] a = {1}, float[1] b = {2}> {
-        [first] m = Mul(x, a)
-        [second] y = Add(m, b)
-    }"""
-    path = Path(save(tmp_path / "model.onnx", graph))
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    assert _onnxruntime.used_on_host(session, path) == {"x", "a", "m", "b"}
 
 
 # What TensorRT builds.

@@ -157,9 +157,6 @@ _SILENT = 4
 _WARNING = 2
 """The runtime names the given weights that it cannot use where they lie, which it then copies."""
 
-_LEAST_NOTED_BYTES = 1 << 20
-"""Weights that each session of a card has for itself: the small ones of every graph are no news."""
-
 _HOST_MEMORY = ("Cpu", "CudaPinned")  # the runtime's names of memory that the host has
 
 _NAMELESS = (None, "", "?", -1)
@@ -222,9 +219,8 @@ class OnnxRuntimeEngine(Engine):
         self.on_card = self.providers[0] in providers.ON_CARDS
         self.widens = self.providers[0] == providers.NAMES["cpu"]
         self.concurrent = request.options.concurrent_runs
-        if given is not None and given.on_card == self.on_card:
-            self.notes += given.notes(self.session)
-        elif request.slab is not None and self.held is not None:
+        uses_given = given is not None and given.on_card == self.on_card
+        if request.slab is not None and self.held is not None and not uses_given:
             # A model that is not prepared is small, or its notes say why.
             what = f"onnxruntime {ort.__version__} with the {self.providers[0]}"
             self.notes += (f"{OWN_COPY}: {what} cannot use those on the card",)
@@ -557,44 +553,12 @@ class _GivenWeights:
     """The weights of a prepared model on its card, which a session uses where they lie.
 
     Attributes:
-        model: The prepared model.
         values: The weights by name, in the card's memory; they must outlive the session.
-        sizes: Their bytes, by name.
         on_card: Whether they are for a session on the card, not for one that reads them on the host.
     """
 
-    model: Path
     values: Mapping[str, Any]
-    sizes: Mapping[str, int]
     on_card: bool
-
-    def notes(self, session: Any) -> tuple[str, ...]:
-        """For the user: what the session has for itself nevertheless."""
-        own = onnx_files.scan(self.model).weight_bytes - sum(self.sizes.values())
-        if self.on_card:
-            copied = used_on_host(session, self.model)
-            own += sum(size for name, size in self.sizes.items() if name in copied)
-        if own < _LEAST_NOTED_BYTES:
-            return ()
-        return (
-            f"each process has {own} bytes of the weights of its own: small ones, those of subgraphs, of "
-            "types that the runtime does not share, and of operators that run on the host",
-        )
-
-
-def used_on_host(session: Any, model: Path) -> set[str]:
-    """The inputs of the nodes that a session runs on the CPU, which it has recorded.
-
-    The runtime has the weights among them in the host's memory, and copies them there.
-    """
-    inputs = {node.name: node.inputs for node in onnx_files.nodes(model) if node.name}
-    return {
-        name
-        for part in session.get_provider_graph_assignment_info()
-        if part.ep_name == providers.NAMES["cpu"]
-        for node in part.get_nodes()
-        for name in inputs.get(node.name, ())
-    }
 
 
 def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights | None:
@@ -606,8 +570,7 @@ def _given_weights(request: EngineRequest, model: Path | None) -> _GivenWeights 
     if tensors is None:  # the runtime falls back to the CPU, which cannot read them
         return None
     values = providers.runtime_values(tensors, ort.OrtValue.from_dlpack)
-    sizes = {name: tensors[name].size for name in values}
-    return _GivenWeights(model=model, values=values, sizes=sizes, on_card=on_card)
+    return _GivenWeights(values=values, on_card=on_card)
 
 
 def _open_session(
@@ -762,8 +725,6 @@ def _session_options(
         config.pop(FOLDER_KEY, None)
     if given is not None:
         config["session.disable_prepacking"] = "1"  # the kernels use given weights in place
-        if given.on_card:
-            config["session.record_ep_graph_assignment_info"] = "1"  # for `used_on_host`
         if not request.options.variable_weights:
             options.log_severity_level = _WARNING
         for name, weight in given.values.items():
