@@ -43,8 +43,8 @@ def open_session(model: onnx.ModelProto) -> Any:
 def model_of(session: Any) -> Model:
     """A model whose runs are a session's."""
     spec = ModelSpec(
-        inputs=tuple(_spec(one, "input", "") for one in session.get_inputs()),
-        outputs=tuple(_spec(one, "output", "") for one in session.get_outputs()),
+        inputs=tuple(_spec(one, "input") for one in session.get_inputs()),
+        outputs=tuple(_spec(one, "output") for one in session.get_outputs()),
     )
     names = [[one.name for one in specs] for specs in (spec.inputs, spec.outputs)]
 

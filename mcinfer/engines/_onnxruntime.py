@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -225,14 +225,12 @@ class OnnxRuntimeEngine(Engine):
             what = f"onnxruntime {ort.__version__} with the {self.providers[0]}"
             self.notes += (f"{OWN_COPY}: {what} cannot use those on the card",)
         self.spec = ModelSpec(
-            inputs=tuple(_spec(arg, "input", request.model) for arg in self.session.get_inputs()),
-            outputs=tuple(
-                _spec(arg, "output", request.model) for arg in self.session.get_outputs()
-            ),
+            inputs=tuple(_spec(arg, "input") for arg in self.session.get_inputs()),
+            outputs=tuple(_spec(arg, "output") for arg in self.session.get_outputs()),
         )
         self.weights = self._replaceable(request)
         if request.options.describe:
-            self.description = _description(self.session, request.model)
+            self.description = _description(self.session)
         self.on_host = self._tensors_on_host()
         self._names = [[s.name for s in side] for side in (self.spec.inputs, self.spec.outputs)]
         # It takes no arrays of others, and of strings only some; bindings take all.
@@ -268,7 +266,7 @@ class OnnxRuntimeEngine(Engine):
                 f"variable_weights: got {sorted(given)}, which are outputs of the model"
             )
         found = {
-            arg.name: _spec(arg, "weight" if arg.name in names else "initializer", model)
+            arg.name: _spec(arg, "weight" if arg.name in names else "initializer")
             for arg in self.session.get_overridable_initializers()
         }
         sizes = [size for name in names if name in found for size in found[name].shape]
@@ -477,10 +475,10 @@ def _element_type(text: str) -> str:
     return differing.get(inner, inner.replace("float8", "float8_"))
 
 
-def _spec(arg: Any, role: str, model: str) -> TensorSpec:
+def _spec(arg: Any, role: str) -> TensorSpec:
     element_type = _element_type(arg.type)
     if not arg.type.startswith("tensor("):
-        raise BuildError(_no_tensor(arg, role, model))
+        raise BuildError(_no_tensor(arg, role))
     if element_type not in ELEMENT_TYPES:
         raise BuildError(
             f"{role} {arg.name!r} is of type {arg.type}, expected a tensor of one of "
@@ -490,16 +488,11 @@ def _spec(arg: Any, role: str, model: str) -> TensorSpec:
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
 
 
-def _no_tensor(arg: Any, role: str, model: str) -> str:
+def _no_tensor(arg: Any, role: str) -> str:
     """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
-    side, verb, by = ("outputs", "makes", "") if role == "output" else ("inputs", "reads", "")
-    with suppress(OSError, BuildError):  # the runtime has formats of its own
-        near = (
-            node.operator for node in onnx_files.nodes(model) if arg.name in getattr(node, side)
-        )
-        by = next((f", which operator {operator} {verb}" for operator in near if operator), "")
-    cure = next(cure for begin, cure in _CURES[side] if arg.type.startswith(begin))
-    return f"{role} {arg.name!r} is of type {arg.type}{by}, expected a tensor: {cure}"
+    cures = _CURES["outputs" if role == "output" else "inputs"]
+    cure = next(cure for begin, cure in cures if arg.type.startswith(begin))
+    return f"{role} {arg.name!r} is of type {arg.type}, expected a tensor: {cure}"
 
 
 _CURES = {
@@ -772,14 +765,14 @@ _DEFAULT_LOGGER: Mapping[str, Callable[[int], None]] = {
 _ABOUT = ("producer_name", "graph_name", "domain", "description", "graph_description", "version")
 
 
-def _description(session: Any, model: str) -> ModelDescription:
+def _description(session: Any) -> ModelDescription:
     """What the session says of its model, beside the inputs and outputs."""
     about = session.get_modelmeta()
     return ModelDescription(
         about={name: str(getattr(about, name)) for name in _ABOUT},
         properties={str(key): str(text) for key, text in about.custom_metadata_map.items()},
         overridable=tuple(
-            _spec(arg, "initializer", model) for arg in session.get_overridable_initializers()
+            _spec(arg, "initializer") for arg in session.get_overridable_initializers()
         ),
         provider_options={
             name: {str(key): str(text) for key, text in options.items()}

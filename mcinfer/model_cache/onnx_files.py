@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.model_cache.protobuf import MalformedError, ProtoMessage, encode_field
@@ -439,22 +439,6 @@ def openvino_shapes(
 def _size(dimension: ProtoMessage) -> int | None:
     sizes = dimension.numbers(1)
     return sizes[-1] if sizes and sizes[-1] <= _MAX_SIZE else None  # negative ones are larger
-
-
-class Node(NamedTuple):
-    """A node of the main graph: its type, its name (maybe empty), and those of its tensors."""
-
-    operator: str
-    name: str
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-
-
-def nodes(path: str | os.PathLike[str]) -> Iterator[Node]:
-    """The nodes of the main graph; raises as `scan`."""
-    with _mapped(path) as data:
-        for node in ProtoMessage(data, 0, len(data)).messages(_GRAPH_OF_MODEL, 1):
-            yield Node(node.text(4, "replace"), node.text(3), node.texts(1), node.texts(2))
 
 
 def _scan(model: ProtoMessage) -> OnnxFile:
