@@ -371,11 +371,6 @@ def test_dropout_draws_only_where_it_may_be_in_training() -> None:
     draws = "node 'drop' (Dropout)"
     assert drawing(f"{dropout}(x)") == drawing(f'{dropout}(x, ratio, "")') == ""
     assert drawing(f"{dropout}(x, ratio, says)") == draws
-    for value in (0, 1):
-        expected = draws if value else ""
-        run, constant = f"{dropout}(x, ratio, says)", f"Constant<value = bool {{{value}}}>()"
-        assert drawing(run, f"bool says = {{{value}}}") == expected
-        assert drawing(f"says = {constant}  {run}") == expected
 
 
 def test_bytes_of_weights_are_what_their_shapes_say() -> None:

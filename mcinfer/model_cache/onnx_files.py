@@ -237,7 +237,7 @@ TRAINING_INPUT = {
     ("com.microsoft", "BitmaskDropout"): 2,
     ("com.microsoft", "BitmaskBiasDropout"): 4,
 }
-"""Operators that draw random numbers in training alone, and which of their inputs says so."""
+"""Operators that draw random numbers in training alone, and which of their inputs may say so."""
 
 _NUMBER = re.compile(r"[0-9]{1,20}")
 """An offset or a length of external data, which ONNX writes as text."""
@@ -247,7 +247,6 @@ _BITS = {element.onnx: element.bits for element in ELEMENT_TYPES.values()}
 _MAX_LABEL = 100  # characters of a node's name in a message
 
 _EXTERNAL = 1  # TensorProto.DataLocation
-_BOOL = 9  # TensorProto.DataType
 _MODEL, _GRAPH, _NODE, _TENSOR = "ModelProto", "GraphProto", "NodeProto", "TensorProto"
 _ATTRIBUTE, _FUNCTION, _SPARSE = "AttributeProto", "FunctionProto", "SparseTensorProto"
 _GRAPH_OF_MODEL, _INITIALIZER = 7, 5
@@ -310,13 +309,11 @@ class OnnxFile:
             functions too.
         operators: Number of nodes by domain and type. A subgraph or function counts once, however often it
             runs.
-        draws: The nodes that may draw random numbers: their label, and the name of the input that says
-            whether they do (empty if they always do).
+        random: The label of the first node that may draw random numbers; empty if none does.
         ragged: The label of a node whose result's size depends on its data; empty if there is none.
         fixed: Names of values that do not depend on the inputs' data: constants, and what follows from
             shapes.
         functions: Domains and names of the model's own functions.
-        false: Names of constants that are a single False.
     """
 
     ir_version: int = 0
@@ -332,16 +329,10 @@ class OnnxFile:
     external_bytes: int = 0
     places: set[str] = field(default_factory=set)
     operators: Counter[tuple[str, str]] = field(default_factory=Counter)
-    draws: list[tuple[str, str]] = field(default_factory=list)
+    random: str = ""
     ragged: str = ""
     fixed: set[str] = field(default_factory=set)
     functions: set[tuple[str, str]] = field(default_factory=set)
-    false: set[str] = field(default_factory=set)
-
-    @property
-    def random(self) -> str:
-        """The first node that draws random numbers; empty if none does."""
-        return next((label for label, says in self.draws if says not in self.false), "")
 
     @property
     def external(self) -> tuple[str, ...]:
@@ -473,7 +464,8 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
     if kind == _NODE:
         operator = message.text(7, "replace") or _MAIN_DOMAIN, message.text(4, "replace")
         found.operators[operator] += 1
-        _note_node(message, operator, found)
+        if not found.random and _may_draw(message, operator):
+            found.random = _label(message, operator)
         _note_sizes(message, operator, found)
     elif kind == _GRAPH:  # its nodes come first
         found.fixed.update(tensor.text(8) for tensor in message.messages(_INITIALIZER))
@@ -487,8 +479,6 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
             tensor = _tensor(inner)
             found.constants += 1  # the caller subtracts the initialisers
             found.weight_bytes += tensor.bytes
-            if tensor.name and _is_false(inner, tensor):
-                found.false.add(tensor.name)
             if tensor.location:
                 found.places.add(tensor.location)
                 found.external_bytes += tensor.bytes
@@ -499,19 +489,10 @@ def _walk(message: ProtoMessage, kind: str, found: OnnxFile, depth: int) -> None
                     found.inner.add(tensor.name)
 
 
-def _note_node(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -> None:
-    """Note whether a node draws random numbers, or is a constant that says that others do not."""
-    if operator == (_MAIN_DOMAIN, "Constant"):
-        if any(_is_false(tensor, _tensor(tensor)) for tensor in node.messages(5, 5)):
-            found.false.update(node.texts(2))
-        return
-    says = ""
-    if operator in TRAINING_INPUT:
-        says = "".join(node.texts(1)[TRAINING_INPUT[operator] :][:1])
-    if not says and operator not in RANDOM_OPERATORS:
-        return
-    label = _label(node, operator)
-    found.draws.append((label, says))
+def _may_draw(node: ProtoMessage, operator: tuple[str, str]) -> bool:
+    """Whether a node may draw random numbers: exporters for inference leave the input for training out."""
+    says = TRAINING_INPUT.get(operator)
+    return operator in RANDOM_OPERATORS or (says is not None and any(node.texts(1)[says:][:1]))
 
 
 def _note_sizes(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) -> None:
@@ -535,14 +516,6 @@ def _note_sizes(node: ProtoMessage, operator: tuple[str, str], found: OnnxFile) 
 def _label(node: ProtoMessage, operator: tuple[str, str]) -> str:
     name = node.text(3, "replace")
     return f"node {name[:_MAX_LABEL]!r} ({operator[1]})" if name else f"a node {operator[1]}"
-
-
-def _is_false(tensor: ProtoMessage, initializer: Initializer) -> bool:
-    """Whether a tensor is a single boolean, and False."""
-    if initializer.onnx_type != _BOOL or prod(initializer.shape) != 1 or initializer.location:
-        return False
-    parts = (*tensor.parts(5), *tensor.parts(_TENSOR_RAW))
-    return not any(any(tensor.data[slice(*at)]) for at in parts) and not any(tensor.numbers(5))
 
 
 def _tensor(tensor: ProtoMessage) -> Initializer:
