@@ -13,6 +13,7 @@ Limits of MindSpore (2.10):
   thread, which both use a core during a run), and no more than there are cores.
 * A failed run destroys the compiled model, which is compiled again before the next run. MindSpore takes
   three seconds to report a failed run.
+* Some operators write to their inputs, so each run gets copies of them.
 * It cannot exchange bfloat16, strings or quantized types with NumPy 2: `BuildError`.
 """
 
@@ -59,9 +60,6 @@ _TYPES = {
 
 _UNKNOWN_RANK = -2  # a shape of this one size may be any shape
 
-_ORDERING = frozenset({"Depend", "Load", "UpdateState"})
-"""Operators that take a monad and write nothing (`_writes_memory`)."""
-
 _CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
 
 _TURN = threading.Lock()
@@ -92,7 +90,6 @@ class MindSporeEngine(ArrayEngine):
             model = _read(path)
         self.spec = ModelSpec(inputs=_inputs(model), outputs=_outputs(model))
         self.providers = ("CPU",)
-        self._copies = _writes_memory(model)
         self._cell: Any = self._compiled()
 
     def run(self, inputs: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
@@ -104,7 +101,8 @@ class MindSporeEngine(ArrayEngine):
         try:
             if self._cell is None:
                 self._cell = self._compiled()
-            arrays = [array.copy() for array in inputs] if self._copies else inputs
+            # Operators may write to inputs (Assign), and an output may be an input as it came.
+            arrays = [array.copy() for array in inputs]
             results = self._cell(*map(self._runtime.Tensor.from_numpy, arrays))
             if not isinstance(results, (tuple, list)):
                 results = (results,)
@@ -118,11 +116,8 @@ class MindSporeEngine(ArrayEngine):
                 raise PredictError(
                     f"mindspore: got {output.dtype}{[*output.shape]} for output {spec}"
                 )
-        # An output that is an input as it came lies in the memory of that input.
         return [
-            output.copy(order="C")
-            if not output.flags.c_contiguous or any(np.may_share_memory(output, a) for a in inputs)
-            else output
+            output.copy() if any(np.may_share_memory(output, a) for a in arrays) else output
             for output in outputs
         ]
 
@@ -231,32 +226,6 @@ def _spec(name: str, tensors: Sequence[Any], role: str) -> TensorSpec:
         )
     shape = tuple(size if size >= 0 else None for size in tensor.dims)
     return TensorSpec(name=name, dtype=numpy_dtype(_TYPES[type_name]), shape=shape)
-
-
-def _writes_memory(model: Any) -> bool:
-    """Whether a run may write to its inputs or other memory that it gets.
-
-    MindSpore orders such operators (Assign, InplaceAddExt, …) by a token, the monad, that they take and
-    UpdateState passes on. A call of another graph with the monad counts too, whatever that graph does.
-    """
-    for graph in (model.graph, *model.functions):
-        monads = set()
-        for node in graph.node:
-            attributes = node.attribute
-            constant = node.op_type == "Constant"
-            if (constant and any(a.type in (a.UMONAD, a.IOMONAD) for a in attributes)) or (
-                _operator(node) == "UpdateState"
-            ):
-                monads.update(node.output)
-        for node in graph.node:
-            if _operator(node) not in _ORDERING and not monads.isdisjoint(node.input):
-                return True
-    return False
-
-
-def _operator(node: Any) -> str:
-    """The operator of a node; MindIR writes ``REF::Load:2`` for Load."""
-    return str(node.op_type).removeprefix("REF::").partition(":")[0]
 
 
 def _message(exc: Exception) -> str:
