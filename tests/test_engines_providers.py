@@ -191,22 +191,20 @@ def test_memory_that_a_card_lacks_fails_the_run_and_says_the_bytes(
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
         (
             "Non-zero status code returned while running MemcpyFromHost node. Name:'Memcpy' Status Message: "
             "CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=10cb601a4a05 ; "
             "file=/onnxruntime_src/onnxruntime/core/providers/cuda/gpu_data_transfer.cc ; line=63 ; "
-            "expr=cudaMemcpyAsync(dst_data, src_data, bytes, cudaMemcpyHostToDevice, stream); ",
-            "an illegal address",
+            "expr=cudaMemcpyAsync(dst_data, src_data, bytes, cudaMemcpyHostToDevice, stream); "
         ),
-        ("CUDA failure 214: uncorrectable ECC error encountered ; GPU=1 ; hostname=h", "ECC"),
+        "CUDA failure 214: uncorrectable ECC error encountered ; GPU=1 ; hostname=h",
     ],
 )
-def test_context_that_is_dead_is_told_apart(text: str, why: str) -> None:
+def test_context_that_is_dead_is_told_apart(text: str) -> None:
     error = device_error(text)
     assert isinstance(error, CardLostError)
-    assert why in str(error)
     assert text in str(error)
 
 

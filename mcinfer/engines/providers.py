@@ -210,27 +210,13 @@ _OUT_OF_MEMORY = re.compile(
 _FAILURE = re.compile(r"\b(?:CUDA|Cuda) (?:failure|error):? (\d+)\b")
 """cuda_call.cc: ``CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; hostname=…``."""
 
-_LOST = {
-    4: "the driver is shutting down",
-    46: "the device is unavailable",
-    214: "an uncorrectable ECC error",
-    220: "an uncorrectable NVLink error",
-    226: "a contained error of the device",
-    700: "an illegal address",
-    702: "a kernel that took too long",
-    709: "the context is destroyed",
-    710: "a device-side assertion",
-    714: "a hardware stack error",
-    715: "an illegal instruction",
-    716: "a misaligned address",
-    717: "an invalid address space",
-    718: "an invalid program counter",
-    719: "a failed launch",
-    721: "tensor memory that leaked",
-    806: "the MPS server's connection failed",
-    810: "the MPS server ended this client",
-    911: "an external device failed",
-}
+_LOST = frozenset(
+    {
+        *(4, 46, 214, 220, 226),  # the driver or the device is gone, or its memory is damaged
+        *(700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721),  # the process's context is
+        *(806, 810, 911),  # the MPS server, or an external device, has failed
+    }
+)
 """Of `cudaError_t`: those after which, by its documentation, a process must be ended and started again
 ("inconsistent state", "terminated and relaunched"), and those of a device or driver that is gone."""
 
@@ -242,10 +228,8 @@ def device_error(text: str) -> EngineError | None:
         `OutOfDeviceMemoryError` with the bytes that were asked for, or `CardLostError`.
     """
     failure = _FAILURE.search(text)
-    if failure and (lost := _LOST.get(int(failure[1]))):
-        return CardLostError(
-            shortened(f"the card cannot be used by this process any more ({lost}): {text}")
-        )
+    if failure and int(failure[1]) in _LOST:
+        return CardLostError(shortened(f"the card cannot be used by this process any more: {text}"))
     if (short := _OUT_OF_MEMORY.search(text)) is None:
         return None
     asked = next((int(size) for size in short.groups() if size), None)
