@@ -31,7 +31,6 @@ from mcinfer.engines.base import (
     Produced,
     RunCancelledError,
     Strings,
-    run_on_arrays,
 )
 from mcinfer.errors import BuildError, InvalidInputError, MissingDependencyError, PredictError
 from mcinfer.model_cache.onnx_files import scan
@@ -223,8 +222,9 @@ def test_threads_take_turns_where_an_engine_runs_in_one_thread(tmp_path: Path) -
     def ask(number: int) -> None:
         value = -1 if number % 5 == 0 else number
         try:
-            outputs = run_on_arrays(engine, [np.full(2, value, np.float32)])
-            assert outputs["y"].tolist() == [2 * value] * 2
+            with engine.turn:
+                [y] = engine.compute([np.full(2, value, np.float32)])
+            assert y.tolist() == [2 * value] * 2
         except PredictError:
             assert value == -1
 

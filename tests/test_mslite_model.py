@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 import mcinfer
+from mcinfer.engines._onnxruntime import OnnxRuntimeEngine
 from mcinfer.engines.adapters import open_engine
-from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
+from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.mslite import (
     Context,
     DataType,
@@ -344,11 +345,13 @@ def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     context.cpu.thread_affinity_core_list = [max(cores)]
     model = built(onnx_model(AFFINE), context)
 
+    plain = OnnxRuntimeEngine.compute
+
     def look_and_run(*arguments: Any) -> Any:
         bound.append(os.sched_getaffinity(0))
-        return run_on_arrays(*arguments)
+        return plain(*arguments)
 
-    monkeypatch.setattr(_loaded, "run_on_arrays", look_and_run)
+    monkeypatch.setattr(OnnxRuntimeEngine, "compute", look_and_run)
     model.predict([floats(1, 4)])
     assert bound == [{max(cores)}]
     assert os.sched_getaffinity(0) == cores

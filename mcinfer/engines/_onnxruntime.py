@@ -289,7 +289,7 @@ class OnnxRuntimeEngine(Engine):
             return _BindingRun(self, buffers, outputs)
 
     def compute(
-        self, inputs: Sequence[NDArray[Any]], weights: Sequence[Buffer] = ()
+        self, inputs: Sequence[NDArray[Any]], weights: Sequence[Buffer | Strings] = ()
     ) -> Sequence[NDArray[Any]]:
         if weights or not self._takes_arrays:
             return super().compute(inputs, weights)

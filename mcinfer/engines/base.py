@@ -339,7 +339,7 @@ class Engine(ABC):
         raise NotImplementedError
 
     def compute(
-        self, inputs: Sequence[NDArray[Any]], weights: Sequence[Buffer] = ()
+        self, inputs: Sequence[NDArray[Any]], weights: Sequence[Buffer | Strings] = ()
     ) -> Sequence[NDArray[Any]]:
         """Run once, in this thread, on arrays of the inputs' types, in the machine's byte order.
 
@@ -407,36 +407,6 @@ class EngineAround(Engine):
 
     def close(self) -> None:
         self.engine.close()
-
-
-def run_on_arrays(
-    engine: Engine,
-    inputs: Sequence[NDArray[Any]],
-    outputs: Mapping[str, NDArray[Any]] = {},
-    weights: Mapping[str, NDArray[Any]] = {},
-) -> dict[str, NDArray[Any]]:
-    """Run an engine once, in this thread, on C-contiguous arrays of the types of its tensors.
-
-    Args:
-        engine: Any; threads that run it only by this function take turns where they must.
-        inputs: For each input, in the model's order.
-        outputs: Places of outputs whose shapes are known; those of strings have none.
-        weights: In place of the model's own.
-
-    Returns:
-        All outputs, in the model's order: in `outputs`, or in new arrays.
-
-    Raises:
-        See `Engine.bind` and `BoundRun.execute`.
-    """
-    given = [*map(produced_from, engine.spec.inputs, inputs)]
-    if weights:
-        given += [produced_from(s, weights[s.name]) for s in engine.weights if s.name in weights]
-    places = [produced_from(s, outputs[s.name]) for s in engine.spec.outputs if s.name in outputs]
-    with engine.turn:
-        produced = engine.bind(given, places).execute()  # type: ignore[arg-type] # no place is of strings
-        results = {**outputs, **{item.name: array_of(item).copy() for item in produced}}
-    return {spec.name: results[spec.name] for spec in engine.spec.outputs}
 
 
 class ArrayEngine(Engine):

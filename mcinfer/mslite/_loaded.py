@@ -22,7 +22,7 @@ from mcinfer import sharding
 from mcinfer.cards.cuda import model_of
 from mcinfer.config import CARD_KINDS, CoreShare, Device, PrepareKind
 from mcinfer.engines.adapters import open_engine, prepared_facts
-from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
+from mcinfer.engines.base import Engine, EngineRequest, produced_from
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, is_refusal
 from mcinfer.extras import requires
 from mcinfer.machine import whole_cpus
@@ -36,7 +36,7 @@ from mcinfer.ranks import open_slice
 from mcinfer.requests.tensors import as_input
 from mcinfer.requests.weights import check_weights
 from mcinfer.sharding import Shape
-from mcinfer.specs import STRING, ModelSpec, check_whole_bytes
+from mcinfer.specs import ModelSpec, check_whole_bytes
 from mcinfer.weight_sharing import WeightOwner, open_weights
 
 __tracebackhide__ = is_refusal
@@ -104,14 +104,12 @@ class LoadedModel:
             np.asarray(as_input(value, spec, spec.element_type), spec.dtype, order="C")
             for value, spec in zip(inputs, self.spec.inputs, strict=True)
         ]
-        shapes = self.output_shapes(tuple(array.shape for array in arrays))
-        places = {
-            spec.name: np.empty(shape, spec.dtype)
-            for spec, shape in zip(self.spec.outputs, shapes, strict=True)
-            if shape is not None and spec.element_type != STRING
-        }
-        with _pinned(self._cores):
-            return run_on_arrays(self.engine, arrays, places, self.weights)
+        self.output_shapes(tuple(array.shape for array in arrays))  # they fit the model
+        own, engine = self.weights, self.engine
+        weights = [produced_from(s, own[s.name]) for s in engine.weights if s.name in own]
+        with _pinned(self._cores), engine.turn:
+            outputs = engine.compute(arrays, weights)
+        return dict(zip((spec.name for spec in self.spec.outputs), outputs, strict=True))
 
     def share(self, pids: Sequence[int], *, stacklevel: int) -> WeightOwner:
         """The owner of the model's weights, which lets these processes have them; warns of absent ones."""

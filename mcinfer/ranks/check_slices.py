@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mcinfer.config import Device, EngineOptions
 from mcinfer.engines._onnxruntime import load
 from mcinfer.engines.adapters import open_engine
-from mcinfer.engines.base import Engine, EngineRequest, run_on_arrays
+from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, McinferError, shortened
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.children import Progress
@@ -88,7 +88,7 @@ def check(_: Progress, model: str, folder: str) -> dict[str, Any]:
             for trial in range(_RUNS):
                 inputs = made_up_inputs(spec, batch, size, trial)
                 try:
-                    taken.append((inputs, [*run_on_arrays(whole, inputs).values()]))
+                    taken.append((inputs, [*whole.compute(inputs)]))
                 except (EngineError, InvalidInputError) as exc:
                     refusals.append(shortened(str(exc)))
             if taken:
@@ -205,7 +205,7 @@ def _run_ranks(
                     continue
                 with _of_rank(rank):
                     given = [own[name] for name in step.inputs]
-                    outputs = run_on_arrays(engines[rank][at], given).values()
+                    outputs = engines[rank][at].compute(given)
                 own.update(zip(step.outputs, outputs, strict=True))
     return [
         {name: own[name] for name in plan.made} for plan, own in zip(plans, values, strict=True)
