@@ -68,7 +68,9 @@ def fill_streams() -> None:
 
 
 def new_memory(name: str, size: int = 0) -> int:
-    """The descriptor of a new memfd of `size` bytes, which can be sealed; the caller closes it.
+    """The descriptor of a new memfd, which the caller closes.
+
+    One with a size is of zeros, and sealed: it has this size for good. One without can be sealed later.
 
     Raises:
         OSError: No descriptor is left, or the size is more than this process's files may have.
@@ -76,8 +78,11 @@ def new_memory(name: str, size: int = 0) -> int:
     fill_streams()
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        with naming_limit():
-            os.ftruncate(fd, size)
+        if size:
+            with naming_limit():
+                os.ftruncate(fd, size)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except OSError:
         os.close(fd)
         raise

@@ -4,7 +4,6 @@ Nothing heavy is imported here: a child starts to watch its parent before its lo
 """
 
 import faulthandler
-import fcntl
 import gc
 import os
 import select
@@ -280,15 +279,10 @@ _BYTES = 256 << 10
 
 
 class StackReport:
-    """The master's side: a sealed memfd of fixed size. Each side closes its own descriptor."""
+    """The master's side: a memfd of fixed size. Each side closes its own descriptor."""
 
     def __init__(self) -> None:
         self.fd = new_memory("mcinfer-stacks", _BYTES)
-        try:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        except OSError:
-            os.close(self.fd)
-            raise
 
     def read(self) -> str:
         """The stacks so far; empty if there are none."""

@@ -18,8 +18,6 @@ from mcinfer.config import Device
 from mcinfer.errors import ProtocolError
 from mcinfer.private import new_memory
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
 
 @functools.lru_cache(maxsize=1024)
 def _bytes_type(size: int) -> "type[ctypes.Array[ctypes.c_char]]":
@@ -50,13 +48,7 @@ class Block:
     @classmethod
     def create(cls, number: int, size: int) -> "Block":
         """Make a new block of zeros; pages take memory only once they are touched."""
-        fd = new_memory("mcinfer", size)
-        try:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError:
-            os.close(fd)
-            raise
-        return cls(number, size, fd)
+        return cls(number, size, new_memory("mcinfer", size))
 
     @classmethod
     def attach(cls, number: int, size: int, fd: int) -> "Block":
