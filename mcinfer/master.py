@@ -93,8 +93,8 @@ class Master:
             models, tests, notebooks and debuggers: a crash in the model ends the program, Ctrl-C acts after a
             run, and one that cannot be cancelled goes on. `EngineOptions.cores`, `parallel` and the limits on
             memory do not go with it.
-        engine: ``"onnxruntime"``; ``"openvino"`` for ONNX models and OpenVINO's own; ``"mindspore"`` and
-            ``"mindspore_lite"`` for MindIR models, if these packages are installed; or one of a package's.
+        engine: ``"onnxruntime"``; ``"openvino"`` for ONNX models and OpenVINO's own; ``"mindspore"`` for
+            MindIR models, if these packages are installed; or one of a package's.
         options: Options of the engine.
         timeouts: Time limits of starts, requests and `close`.
         restart: When a worker that died is started again.

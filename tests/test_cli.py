@@ -195,7 +195,7 @@ def test_value_of_another_form_is_wrong_usage(
     [
         ("model", {"onnxruntime"}),
         ("m.onnx", {"onnxruntime", "openvino"}),
-        ("m.mindir", {"mindspore", "mindspore_lite"}),
+        ("m.mindir", {"mindspore"}),
         ("m.xml", {"openvino"}),
     ],
 )

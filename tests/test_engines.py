@@ -166,7 +166,7 @@ def test_strings_of_an_engine_may_be_of_each_type_that_numpy_has(dtype: str) -> 
     assert engine.bind([], []).execute() == [Strings(name="y", shape=(2,), values=("a", "b"))]
 
 
-OFFERED = ["mindspore", "mindspore_lite", "onnxruntime", "openvino"]
+OFFERED = ["mindspore", "onnxruntime", "openvino"]
 """The engine "fake" is for tests."""
 
 
@@ -683,7 +683,6 @@ def test_precision_is_refused_by_engines_that_cannot_change_it(affine_model: str
         ("onnxruntime", "onnxruntime-gpu.*pip install .onnxruntime>="),
         ("openvino", "pip install .openvino>="),
         ("mindspore", "pip install .mindspore>="),
-        ("mindspore_lite", "https://www.mindspore.cn/lite"),
     ],
 )
 def test_without_the_runtime_the_error_says_what_to_install(

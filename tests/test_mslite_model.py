@@ -28,7 +28,6 @@ from mcinfer.mslite import (
     TensorMeta,
     _loaded,
 )
-from tests import mindspore_lite_stand_in as stand_in
 from tests.process.models import AFFINE, OnnxModel
 from tests.sliced_models import save
 
@@ -355,24 +354,6 @@ def test_core_list_binds_the_callers_thread_during_a_run_and_not_after(
     model.predict([floats(1, 4)])
     assert bound == [{max(cores)}]
     assert os.sched_getaffinity(0) == cores
-
-
-def test_what_is_said_of_a_model_reaches_mindspore_lites_own_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model"
-    path.write_bytes(b"model")
-    context, model = Context(), Model()
-    context.target = ["ascend"]
-    context.ascend.device_id = 2
-    context.ascend.provider = "ge"
-    ModelGroup(ModelGroupFlag.SHARE_WEIGHT_WORKSPACE).add_model([model])
-    with stand_in.installed(monkeypatch):
-        model.build_from_file(str(path), ModelType.MINDIR_LITE, context)
-        assert arrays(model.predict([floats(1, 3)]))[0] == [[3, 5, 7]]
-        [made] = stand_in.Model.built
-    assert (made.model_type.name, made.context.target) == ("MINDIR_LITE", ["ascend"])
-    assert stand_in.given(made.context.ascend) == {"device_id": 2, "provider": "ge"}
 
 
 @pytest.mark.parametrize("target", [["gpu"], ["cpu", "Ascend"]])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcinfer.errors import InvalidInputError, MissingDependencyError
+from mcinfer.errors import BuildError, InvalidInputError
 from mcinfer.mslite._targets import (
     Attempt,
     ModelType,
@@ -46,11 +46,11 @@ def source_of(
     return Source(model, model_type, context, sections or {})
 
 
-def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[list[str]]:
+def ways(context: Context, model_type: ModelType = ModelType.ONNX) -> list[str]:
     """What would be tried, in words."""
     return [
-        [f"{attempt.engine} {attempt.kind}:{attempt.index}" for attempt in group]
-        for group in attempts(source_of(context, model_type))
+        f"{attempt.engine} {attempt.kind}:{attempt.index}"
+        for attempt in attempts(source_of(context, model_type))
     ]
 
 
@@ -84,20 +84,15 @@ def test_type_is_that_of_the_ending_else_what_is_said_or_the_content_shows(tmp_p
 @pytest.mark.parametrize(
     ("target", "model_type", "expected"),
     [
-        (["cpu"], ModelType.ONNX, [["onnxruntime cpu:0"]]),
-        (["cpu"], ModelType.MINDIR, [["mindspore cpu:0", "mindspore_lite cpu:0"]]),
-        (["cpu", "gpu"], ModelType.ONNX, [["onnxruntime cuda:1"], ["onnxruntime cpu:0"]]),
-        (["ascend"], ModelType.ONNX, [["onnxruntime ascend:2"], ["onnxruntime cpu:0"]]),
-        (["gpu"], ModelType.MINDIR_LITE, [["mindspore_lite cuda:1"], ["mindspore_lite cpu:0"]]),
-        (
-            ["Ascend"],
-            ModelType.MINDIR,
-            [["mindspore_lite ascend:2"], ["mindspore cpu:0", "mindspore_lite cpu:0"]],
-        ),
+        (["cpu"], ModelType.ONNX, ["onnxruntime cpu:0"]),
+        (["cpu"], ModelType.MINDIR, ["mindspore cpu:0"]),
+        (["cpu", "gpu"], ModelType.ONNX, ["onnxruntime cuda:1", "onnxruntime cpu:0"]),
+        (["ascend"], ModelType.ONNX, ["onnxruntime ascend:2", "onnxruntime cpu:0"]),
+        (["Ascend"], ModelType.MINDIR, ["mindspore ascend:2", "mindspore cpu:0"]),
     ],
 )
 def test_targets_are_tried_in_turn_and_the_cpu_last(
-    target: list[str], model_type: ModelType, expected: list[list[str]]
+    target: list[str], model_type: ModelType, expected: list[str]
 ) -> None:
     context = context_of(*target, gpu_device_id=1, ascend_device_id=2)
     assert ways(context, model_type) == expected
@@ -105,13 +100,13 @@ def test_targets_are_tried_in_turn_and_the_cpu_last(
 
 def test_cpu_is_no_backup_where_the_user_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCINFER_STRICT_DEVICE", "1")
-    assert ways(context_of("gpu")) == [["onnxruntime cuda:0"]]
+    assert ways(context_of("gpu")) == ["onnxruntime cuda:0"]
     monkeypatch.setenv("MCINFER_STRICT_DEVICE", "yes")
     assert len(ways(context_of("gpu"))) == 2
 
 
 def only(context: Context, sections: Any = None, model_type: ModelType = ModelType.ONNX) -> Attempt:
-    return attempts(source_of(context, model_type, sections))[0][0]
+    return attempts(source_of(context, model_type, sections))[0]
 
 
 @pytest.mark.parametrize(
@@ -134,8 +129,7 @@ def test_precision_and_provider_of_a_gpu_act_or_are_remarked(
 ) -> None:
     attempt = only(context_of("gpu", **settings))
     original = only(context_of("gpu", **settings), model_type=ModelType.MINDIR)
-    given = {name.removeprefix("gpu_"): text for name, text in settings.items()}
-    assert original.options.provider_options == {"precision_mode": "enforce_fp32", **given}
+    assert original.options.provider_options == {}
     assert attempt.kind == kind
     assert dict(attempt.options.provider_options) == provider_options
     assert len(attempt.remarks) == bool(remark)
@@ -146,30 +140,27 @@ FORCED = {"precision_mode": "enforce_fp32", "provider": "x"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "entries", "for_onnx", "for_mindir"),
+    ("settings", "entries", "for_onnx"),
     [
-        ({}, {}, {}, {}),  # left to the runtime
+        ({}, {}, {}),  # left to the runtime
         (
             {"precision_mode": "preferred_fp32"},
             {},
             {"precision_mode": "allow_fp32_to_fp16"},
-            {"precision_mode": "preferred_fp32"},
         ),
-        ({"rank_id": 3, "provider": "ge"}, {}, {}, {"provider": "ge", "rank_id": "3"}),
+        ({"rank_id": 3, "provider": "ge"}, {}, {}),
         # The configuration overrides the context.
         (
             {"precision_mode": "enforce_fp16", "provider": "ge"},
             FORCED,
             {"precision_mode": "force_fp32"},
-            FORCED,
         ),
     ],
 )
-def test_settings_of_an_ascend_are_said_in_the_words_of_each_runtime(
+def test_settings_of_an_ascend_are_said_in_the_runtimes_words(
     settings: dict[str, Any],
     entries: dict[str, str],
     for_onnx: dict[str, str],
-    for_mindir: dict[str, str],
 ) -> None:
     context = context_of("ascend", **{f"ascend_{name}": v for name, v in settings.items()})
     sections = {"ascend_context": entries}
@@ -178,18 +169,12 @@ def test_settings_of_an_ascend_are_said_in_the_words_of_each_runtime(
     assert bool(attempt.remarks) == ("provider" in settings)
     assert all("no effect on ONNX models" in remark for remark in attempt.remarks)
     original = only(context, sections, model_type=ModelType.MINDIR)
-    assert original.options.provider_options == for_mindir
+    assert original.options.provider_options == {}
 
 
-def test_engine_that_is_not_installed_is_replaced_by_the_next_in_silence() -> None:
-    def build(attempt: Attempt) -> str:
-        if attempt.engine == "mindspore":
-            raise MissingDependencyError("pip install it")
-        return attempt.engine
-
-    source = source_of(context_of("cpu"), ModelType.MINDIR)
-    engine = open_first(source, build, alone=True, stacklevel=1)  # a warning is an error here
-    assert engine == "mindspore_lite"
+def test_model_of_mindspore_lites_own_format_is_refused() -> None:
+    with pytest.raises(BuildError, match="expected an ONNX or a MindIR model"):
+        ways(context_of("cpu"), ModelType.MINDIR_LITE)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +241,12 @@ def test_entries_without_an_effect_are_in_one_warning_at_the_callers_line(
     }
     onnx, mindir = ModelType.ONNX, ModelType.MINDIR
     of_processes = ("rank_table_file", "shareable_weight_pid_list")
+    of_onnx = ("mindir_path", "precision_mode", "provider")
     for target, model_type, model, alone, unused in (
         ("cpu", onnx, b"", True, {"precision_mode", "provider"}),
         ("ascend", onnx, "m", True, {"mindir_path", "provider"}),
-        ("ascend", mindir, "m", True, {"mindir_path"}),
-        ("ascend", mindir, "m", False, {"mindir_path", *of_processes}),
+        ("ascend", mindir, "m", True, {*of_onnx, "rank_table_file"}),
+        ("ascend", mindir, "m", False, {*of_onnx, *of_processes}),
     ):
         source = source_of(context_of(target), model_type, sections, model)
         with pytest.warns(UserWarning, match="without an effect in mcinfer: ") as caught:

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -416,13 +415,9 @@ class ArrayEngine(Engine):
 
     Attributes:
         name: Name of the engine.
-        least_elements: How many elements an input must have.
-        lends_outputs: Whether outputs lie in memory that the next run of any layout may change.
     """
 
     name: str
-    least_elements = 0
-    lends_outputs = False
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -439,10 +434,9 @@ class ArrayEngine(Engine):
     def _input_array(self, spec: TensorSpec, item: Buffer | Strings) -> NDArray[Any]:
         given = STRING if isinstance(item, Strings) else item.element_type
         fits = given == spec.element_type and spec.admits(item.shape)
-        if isinstance(item, Strings) or not fits or prod(item.shape) < self.least_elements:
+        if isinstance(item, Strings) or not fits:
             raise InvalidInputError(
                 f"{self.name}: input {item.name!r} is {given}{[*item.shape]}, expected {spec}"
-                + (f" with at least {self.least_elements} element" if self.least_elements else "")
             )
         return array_over(item)
 
@@ -457,11 +451,7 @@ class ArrayEngine(Engine):
         for spec, array in outputs:
             if spec.element_type != STRING and array.dtype != spec.dtype:  # strings have several
                 raise PredictError(f"{self.name}: got {array.dtype}{[*array.shape]} for {spec}")
-        left = delivered([produced_from(s, np.asarray(a, order="C")) for s, a in outputs], places)
-        if not self.lends_outputs:
-            return left
-        names = {item.name for item in left}
-        return [produced_from(spec, array.copy()) for spec, array in outputs if spec.name in names]
+        return delivered([produced_from(s, np.asarray(a, order="C")) for s, a in outputs], places)
 
     def arm(self) -> None:
         # It takes no lock, which `cancel` would wait for while a signal's handler runs in here.

@@ -32,7 +32,6 @@ ENGINES = {
     "onnxruntime": EngineNames(("onnxruntime", "onnxruntime-gpu"), (".onnx",), "onnxruntime_onnx"),
     "openvino": EngineNames(("openvino",), (".xml", ".onnx"), "openvino"),
     "mindspore": EngineNames(("mindspore",), (".mindir",)),
-    "mindspore_lite": EngineNames(("mindspore-lite",), (".ms", ".mindir")),
 }
 
 PACKAGES = tuple(name for names in ENGINES.values() for name in names.packages)

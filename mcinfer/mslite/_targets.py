@@ -135,32 +135,32 @@ class Attempt:
     remarks: tuple[str, ...] = ()
 
 
-def attempts(source: Source) -> list[list[Attempt]]:
-    """For each target of the context, in order, the engines to try there."""
+def attempts(source: Source) -> list[Attempt]:
+    """What to try, a target of the context after another; `BuildError` for a model that no engine runs."""
+    if source.model_type is ModelType.MINDIR_LITE:
+        raise BuildError(
+            "model: got MindSpore Lite's own format (MINDIR_LITE, .ms), expected an ONNX or a MindIR model"
+        )
     targets = source.context.device_infos
     if os.environ.get("MCINFER_STRICT_DEVICE") == "1":
         targets = targets[:1]
     config = {}
     if isinstance(source.model, bytes) and (folder := weights_folder(source.sections)):
         config = {FOLDER_KEY: folder} if source.is_onnx else {}
-    if source.model_type is ModelType.MINDIR_LITE:
-        config["model_type"] = "MINDIR_LITE"
     cpu = source.context.cpu
     base = EngineOptions(session_config=config, variable_weights=variable_weights(source.sections))
     found = []
     for target in targets:
         kind, index, settings, remarks = _ON_TARGET[target](source)
         options = replace(base, provider_options={k: text for k, text in settings.items() if text})
-        engines = ["onnxruntime"] if source.is_onnx else ["mindspore_lite"]
         if target == "cpu":
             options = replace(
                 options,
                 threads=cpu.thread_num or None,
                 inter_op_threads=cpu.inter_op_parallel_num or None,
             )
-            if source.model_type is ModelType.MINDIR:
-                engines.insert(0, "mindspore")
-        found.append([Attempt(target, e, kind, index, options, tuple(remarks)) for e in engines])
+        engine = "onnxruntime" if source.is_onnx else "mindspore"
+        found.append(Attempt(target, engine, kind, index, options, tuple(remarks)))
     return found
 
 
@@ -187,8 +187,7 @@ def _on_gpu(source: Source) -> _Way:
     remarks: list[str] = []
     half, tensorrt = gpu.precision_mode == "preferred_fp16", gpu.provider == "tensorrt"
     if not source.is_onnx:
-        settings = {"precision_mode": gpu.precision_mode, "provider": gpu.provider}
-        return "cuda", gpu.device_id, settings, remarks
+        return "cuda", gpu.device_id, {}, remarks
     if gpu.provider not in ("", "tensorrt"):
         remarks.append(f"gpu provider {gpu.provider!r} is unknown, expected '' or 'tensorrt'")
     if half and not tensorrt:
@@ -206,19 +205,12 @@ def _on_ascend(source: Source) -> _Way:
     ascend, entries = source.context.ascend, entries_of(source.sections)
     table = entries.get(RANK_TABLE, "")
     precision = entries.get("precision_mode", ascend.precision_mode)
-    if source.is_onnx:
-        unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
-        remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
-        settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
-        return "ascend", ascend.device_id, settings, remarks if unused and not table else ()
-    settings = {
-        "precision_mode": precision,
-        "provider": entries.get("provider", ascend.provider),
-        "rank_id": str(ascend.rank_id or ""),
-        "rank_table_file": table,
-        "group_info_file": source.context.group_info_file if table else "",
-    }
-    return "ascend", ascend.device_id, settings, ()
+    if not source.is_onnx:
+        return "ascend", ascend.device_id, {}, ()
+    unused = [name for name in ("provider", "rank_id") if getattr(ascend, name)]
+    remarks = [f"ascend {', '.join(unused)} has no effect on ONNX models"]
+    settings = {"precision_mode": _CANN_PRECISION.get(precision, precision)}
+    return "ascend", ascend.device_id, settings, remarks if unused and not table else ()
 
 
 _ON_TARGET: Mapping[str, Callable[[Source], _Way]] = {
@@ -238,21 +230,15 @@ def open_first(source: Source, build: Callable[[Attempt], T], *, alone: bool, st
     warn_of_unused(source.sections, _used_keys(source, alone=alone), stacklevel=stacklevel + 1)
     refusal = ""
     failure: McinferError = BuildError("no target to build for")
-    for group in attempts(source):
-        target = group[0].target
-        instead = f"{refusal}: the model runs on the {target}" if refusal else ""
-        if remarks := "; ".join(filter(None, (instead, *group[0].remarks))):
+    for attempt in attempts(source):
+        instead = f"{refusal}: the model runs on the {attempt.target}" if refusal else ""
+        if remarks := "; ".join(filter(None, (instead, *attempt.remarks))):
             warnings.warn(remarks, UserWarning, stacklevel=stacklevel + 1)
-        missing: McinferError | None = None
-        for attempt in group:
-            try:
-                return build(attempt)
-            except MissingDependencyError as exc:
-                failure = missing = missing or exc
-            except BuildError as exc:
-                failure = exc
-                break
-        refusal = f"target {target} cannot be used here ({failure})"
+        try:
+            return build(attempt)
+        except (MissingDependencyError, BuildError) as exc:
+            failure = exc
+        refusal = f"target {attempt.target} cannot be used here ({failure})"
     raise failure
 
 
@@ -260,11 +246,11 @@ def _used_keys(source: Source, *, alone: bool) -> set[tuple[str, str]]:
     """Section and key of the entries of a configuration that have an effect on a model."""
     target, onnx = source.context.device_infos[0], source.is_onnx
     used = {VARIABLE_WEIGHTS}
-    if target == "ascend":
-        used |= {"precision_mode"} if onnx else {"precision_mode", "provider"}
+    if target == "ascend" and onnx:
+        used.add("precision_mode")
     if alone:
         used |= {PIDS, HANDLE}
-        if target == "ascend" or (target == "cpu" and onnx):
+        if target != "gpu" and onnx:
             used.add(RANK_TABLE)
     folder = {"mindir_path"} if onnx and isinstance(source.model, bytes) else set()
     return {("ascend_context", key) for key in used} | {("model_file", key) for key in folder}
