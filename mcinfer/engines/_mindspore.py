@@ -111,11 +111,6 @@ class MindSporeEngine(ArrayEngine):
             # After a run that failed, MindSpore (2.10) refuses all others of what it had compiled.
             self._cell = None
             raise PredictError(f"mindspore: {_message(exc)}") from exc
-        for spec, output in zip(self.spec.outputs, outputs, strict=True):
-            if output.dtype != spec.dtype or output.ndim != len(spec.shape):
-                raise PredictError(
-                    f"mindspore: got {output.dtype}{[*output.shape]} for output {spec}"
-                )
         return [
             output.copy() if any(np.may_share_memory(output, a) for a in arrays) else output
             for output in outputs
