@@ -483,8 +483,7 @@ def _compiled(request: EngineRequest, inputs: Shapes) -> Any:
         try:
             return core.compile_model(model, device, {**properties, **more})
         except RuntimeError as exc:
-            lacking = _lacking(core, request.model, device)
-            raise _mapped(exc, BuildError, f"{request.model}: ", lacking) from quotable(exc)
+            raise _mapped(exc, BuildError, f"{request.model}: ") from quotable(exc)
 
     def fill(folder: Path, _: int) -> None:
         built.append(compile_model(CACHE_DIR=str(folder)))
@@ -573,18 +572,6 @@ def _facts(request: EngineRequest, runtime: Runtime, *, by_path: bool) -> dict[s
     return {**facts_of(request, runtime, content), "file": file}
 
 
-def _lacking(core: Any, model: str, device: str) -> str:
-    """Which of the model's operators a device lacks, as far as OpenVINO says it; the CPU has all."""
-    names: set[str] = set()
-    if device != "CPU":
-        with suppress(RuntimeError):
-            graph = core.read_model(model)
-            known = core.query_model(graph, device)
-            lacking = [op for op in graph.get_ops() if op.get_friendly_name() not in known]
-            names = {op.get_type_name() for op in lacking} - {"Constant", "Parameter", "Result"}
-    return f"; {device} lacks the operators {sorted(names)}" if names else ""
-
-
 def _notes(request: EngineRequest, compiled: Any, spec: ModelSpec, streams: int) -> tuple[str, ...]:
     """What the user asked for and does not get."""
     notes = []
@@ -614,12 +601,10 @@ def _description(model: str, compiled: Any, devices: Sequence[str]) -> ModelDesc
     )
 
 
-def _mapped(
-    exc: Exception, kind: type[EngineError], before: str = "", after: str = ""
-) -> EngineError:
+def _mapped(exc: Exception, kind: type[EngineError], before: str = "") -> EngineError:
     """OpenVINO's error in fewer words."""
     text = " ".join(_PLACES.sub("", str(exc)).split()) or type(exc).__name__
-    text = shortened(f"openvino: {before}{text.removeprefix('openvino: ')}{after}")
+    text = shortened(f"openvino: {before}{text.removeprefix('openvino: ')}")
     if isinstance(exc, MemoryError) or _SHORT_OF_MEMORY.search(text):
         text += memory_limit()
         if kind is PredictError:
