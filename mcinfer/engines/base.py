@@ -389,20 +389,11 @@ class EngineAround(Engine):
             if hasattr(engine, name):
                 setattr(self, name, getattr(engine, name))
 
-    def bind(self, inputs: Sequence[Buffer | Strings], outputs: Sequence[Buffer]) -> BoundRun:
-        return self.engine.bind(inputs, outputs)
-
     def arm(self) -> None:
         self.engine.arm()
 
     def cancel(self) -> None:
         self.engine.cancel()
-
-    def placed(self, version: int, weights: tuple[Buffer, ...]) -> tuple[Buffer, ...]:
-        return self.engine.placed(version, weights)
-
-    def forget(self, oldest: int) -> None:
-        self.engine.forget(oldest)
 
     def close(self) -> None:
         self.engine.close()
