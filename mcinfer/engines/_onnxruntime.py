@@ -478,7 +478,12 @@ def _element_type(text: str) -> str:
 def _spec(arg: Any, role: str) -> TensorSpec:
     element_type = _element_type(arg.type)
     if not arg.type.startswith("tensor("):
-        raise BuildError(_no_tensor(arg, role))
+        cure = (
+            "export the model without ZipMap (skl2onnx: options={'zipmap': False})"
+            if arg.type.startswith("seq(map(")
+            else "SequenceConstruct and ConcatFromSequence, in the model, lead from and to tensors"
+        )
+        raise BuildError(f"{role} {arg.name!r} is of type {arg.type}, expected a tensor: {cure}")
     if element_type not in ELEMENT_TYPES:
         raise BuildError(
             f"{role} {arg.name!r} is of type {arg.type}, expected a tensor of one of "
@@ -486,27 +491,6 @@ def _spec(arg: Any, role: str) -> TensorSpec:
         )
     shape = tuple(None if size in _NAMELESS else size for size in arg.shape)
     return TensorSpec(name=arg.name, dtype=numpy_dtype(element_type), shape=shape)
-
-
-def _no_tensor(arg: Any, role: str) -> str:
-    """Why a model cannot be run whose input or output is a sequence, a map or optional, and what to do."""
-    cures = _CURES["outputs" if role == "output" else "inputs"]
-    cure = next(cure for begin, cure in cures if arg.type.startswith(begin))
-    return f"{role} {arg.name!r} is of type {arg.type}, expected a tensor: {cure}"
-
-
-_CURES = {
-    "inputs": (
-        ("seq(tensor(", "let the model take its tensors, and join them by SequenceConstruct"),
-        ("", "let the model take tensors in its place"),
-    ),
-    "outputs": (
-        ("seq(map(", "export the model without ZipMap (skl2onnx: options={'zipmap': False})"),
-        ("seq(tensor(", "let the model give its tensors, or one of them all by ConcatFromSequence"),
-        ("", "let the model give tensors in its place"),
-    ),
-}
-"""By the beginning of the runtime's name of the type."""
 
 
 # Errors; opening sessions; preparing a model.
