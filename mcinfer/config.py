@@ -30,8 +30,8 @@ DEFAULT_DEVICE_KIND = "cpu"
 INLINE = "inline"
 """The device of a session in the user's own process, which has the whole CPU there."""
 
-CARD_KINDS = ("cuda", "tensorrt")
-"""The kinds of devices that are NVIDIA cards; their indices are those of the CUDA driver."""
+CARD_KIND = "cuda"
+"""The kind of devices that are NVIDIA cards; their indices are those of the CUDA driver."""
 
 DLPACK_KINDS = {2: "cuda", 13: "cuda"}
 """By the number of a kind of devices in DLPack (kDLCUDA, kDLCUDAManaged of dlpack.h), its name here."""
@@ -578,7 +578,7 @@ def plan_pool(
         and options.provider in (None, "cuda")
         and cut.ranks == 1
     )
-    on_cards = Counter(device.index for device in chosen if device.kind in CARD_KINDS)
+    on_cards = Counter(device.index for device in chosen if device.kind == CARD_KIND)
     processes = []
     for index, device in enumerate(chosen):
         share = shares.get(index, nowhere)
@@ -586,8 +586,8 @@ def plan_pool(
             device=device,
             share=share if may_be_wide else replace(share, wide_cores=()),
             rank=index % cut.ranks,
-            card_workers=on_cards[device.index] if device.kind in CARD_KINDS else 1,
-            shares_weights=may_share and device.kind == "cuda" and chosen.count(device) > 1,
+            card_workers=on_cards[device.index] if device.kind == CARD_KIND else 1,
+            shares_weights=may_share and device.kind == CARD_KIND and chosen.count(device) > 1,
         )
         processes.append(process)
     return PoolPlan(

@@ -57,7 +57,11 @@ STREAM = {"user_compute_stream": "7"}
                 (CPU, {}),
             ],
         ),
-        ("tensorrt:2", {}, [(one, {"device_id": "2"}) for one in (TENSORRT, CUDA)] + [(CPU, {})]),
+        (
+            "cuda:2",
+            {"provider": "tensorrt"},
+            [(one, {"device_id": "2"}) for one in (TENSORRT, CUDA)] + [(CPU, {})],
+        ),
         (
             "ascend:2",
             {"provider_options": {"precision_mode": "x"}, "memory_limit": 5},
@@ -77,14 +81,13 @@ def test_session_gets_the_devices_providers_with_their_own_options(
         (
             "npu:3",
             {},
-            r"no device npu:3, expected one of \['cpu:0', 'cuda:0', 'tensorrt:0', 'ascend:0'\]",
+            r"no device npu:3, expected one of \['cpu:0', 'cuda:0', 'ascend:0'\]",
         ),
         (
             "cpu:0",
             {"provider": "cuda"},
             r"provider: got 'cuda' for device cpu:0, expected one of \['cpu'\]",
         ),
-        ("tensorrt:0", {"provider": "cuda"}, r"expected one of \['tensorrt'\]"),
         ("cuda:1", {"provider_options": {"device_id": "0"}}, "device_id '0' for device cuda:1"),
         (
             "cuda:0",
@@ -93,14 +96,14 @@ def test_session_gets_the_devices_providers_with_their_own_options(
         ),
         *(
             (
-                device,
-                {"provider_options": {name: value}},
+                "cuda:0",
+                {"provider_options": {name: value}, "provider": provider},
                 f"provider_options: got '{name}', expected it left out",
             )
-            for device, name, value in (
-                ("cuda:0", "enable_cuda_graph", "1"),
-                ("cuda:0", "enable_cuda_graph", "True"),
-                ("tensorrt:0", "trt_cuda_graph_enable", "true"),
+            for provider, name, value in (
+                (None, "enable_cuda_graph", "1"),
+                (None, "enable_cuda_graph", "True"),
+                ("tensorrt", "trt_cuda_graph_enable", "true"),
             )
         ),
         (
@@ -126,11 +129,13 @@ def test_tensorrt_keeps_its_engines_unless_the_user_says_otherwise() -> None:
     others = [
         request("cuda:0", prepare="auto"),
         request("cuda:0", provider="tensorrt", prepare="never"),
-        request("tensorrt:0", provider_options={"trt_engine_cache_enable": "0"}, prepare="auto"),
-        request("tensorrt:0", provider_options={"trt_engine_cache_path": "/own"}, prepare="auto"),
+        *(
+            request("cuda:0", provider="tensorrt", provider_options=chosen, prepare="auto")
+            for chosen in ({"trt_engine_cache_enable": "0"}, {"trt_engine_cache_path": "/own"})
+        ),
     ]
     assert [keeps_engines(one) for one in others] == [False] * 4
-    assert keeps_engines(request("tensorrt:0", prepare="auto"))
+    assert keeps_engines(tensorrt)
     assert provider_list(others[3], "/k")[0][1]["trt_engine_cache_path"] == "/own"
 
 

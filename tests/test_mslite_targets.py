@@ -110,10 +110,10 @@ def only(context: Context, sections: Any = None, model_type: ModelType = ModelTy
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind", "provider_options", "remark"),
+    ("settings", "provider", "provider_options", "remark"),
     [
-        ({}, "cuda", {"use_tf32": "0"}, ""),
-        ({"gpu_precision_mode": "preferred_fp16"}, "cuda", {"use_tf32": "1"}, "TensorFloat-32"),
+        ({}, None, {"use_tf32": "0"}, ""),
+        ({"gpu_precision_mode": "preferred_fp16"}, None, {"use_tf32": "1"}, "TensorFloat-32"),
         ({"gpu_provider": "tensorrt"}, "tensorrt", {"trt_fp16_enable": "0"}, ""),
         (
             {"gpu_provider": "tensorrt", "gpu_precision_mode": "preferred_fp16"},
@@ -121,16 +121,16 @@ def only(context: Context, sections: Any = None, model_type: ModelType = ModelTy
             {"trt_fp16_enable": "1"},
             "",
         ),
-        ({"gpu_provider": "other"}, "cuda", {"use_tf32": "0"}, "gpu provider 'other' is unknown"),
+        ({"gpu_provider": "other"}, None, {"use_tf32": "0"}, "gpu provider 'other' is unknown"),
     ],
 )
 def test_precision_and_provider_of_a_gpu_act_or_are_remarked(
-    settings: dict[str, Any], kind: str, provider_options: dict[str, str], remark: str
+    settings: dict[str, Any], provider: str | None, provider_options: dict[str, str], remark: str
 ) -> None:
     attempt = only(context_of("gpu", **settings))
     original = only(context_of("gpu", **settings), model_type=ModelType.MINDIR)
     assert original.options.provider_options == {}
-    assert attempt.kind == kind
+    assert (attempt.kind, attempt.options.provider) == ("cuda", provider)
     assert dict(attempt.options.provider_options) == provider_options
     assert len(attempt.remarks) == bool(remark)
     assert remark in "".join(attempt.remarks)

@@ -69,7 +69,6 @@ def test_pid_that_nobody_has_is_refused(held: Held, ended_pid: int) -> None:
     [
         ("gpu", None, "got 'gpu', expected a device such as"),
         ("cpu:0", None, "device: got 'cpu:0', expected a card such as 'cuda:0'"),
-        ("tensorrt:0", None, "device: got 'tensorrt:0', expected a card such as 'cuda:0'"),
         ("cuda:0", "tensorrt", "options: got the provider 'tensorrt', expected 'cuda'"),
     ],
 )

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
-from mcinfer.config import CARD_KINDS, Device
+from mcinfer.config import CARD_KIND, Device
 from mcinfer.errors import (
     BuildError,
     CardError,
@@ -237,10 +237,8 @@ class Card:
             BuildError: There is no driver, or no such card, or the driver refuses to use it.
             ClosedError: This process was forked from one that uses the card.
         """
-        if device.kind not in CARD_KINDS:
-            raise InvalidInputError(
-                f"device: got {device}, expected one of the kinds {[*CARD_KINDS]}"
-            )
+        if device.kind != CARD_KIND:
+            raise InvalidInputError(f"device: got {device}, expected one of the kind {CARD_KIND!r}")
         for card in [*cls._opened.values()]:
             card._check_process()
         if device.index not in cls._opened:
@@ -268,10 +266,10 @@ class Card:
                 if not found:
                     return None
                 index = found[0]
-        return cls.open(Device(CARD_KINDS[0], index))
+        return cls.open(Device(CARD_KIND, index))
 
     def __init__(self, device: Device) -> None:
-        self.device = Device(CARD_KINDS[0], device.index)
+        self.device = device
         self.unused: deque[_Piece] = deque()
         self._awaited: list[_Piece] = []  # to be freed when their importers are gone
         self._events: list[tuple[Any, bytes]] = []  # of blocks that ended
@@ -434,7 +432,7 @@ class Card:
 
     def reaches(self, other: Device) -> bool:
         """Whether this card can read and write that one's memory: it is the same, or a peer."""
-        if other.kind not in CARD_KINDS or other.index >= self.count:
+        if other.kind != CARD_KIND or other.index >= self.count:
             return False
         if other.index == self.device.index:
             return True

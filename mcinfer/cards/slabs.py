@@ -21,7 +21,7 @@ from typing import Any
 
 from mcinfer.cards.cuda import ALIGNMENT, Card, DeviceBlock, DeviceMemory
 from mcinfer.cards.dlpack import DlpackTensor
-from mcinfer.config import Device, EngineOptions
+from mcinfer.config import CARD_KIND, Device, EngineOptions
 from mcinfer.engines.providers import runtime_values
 from mcinfer.errors import (
     BuildError,
@@ -244,7 +244,7 @@ def _read(file: int, at: int, memory: memoryview, tensor: SlabTensor) -> None:
 def card_to_share_on(device: str, options: EngineOptions) -> Card:
     """The card for the arguments of a `WeightOwner`, which it checks."""
     found = Device.parse(device)
-    if found.kind != "cuda":
+    if found.kind != CARD_KIND:
         raise InvalidInputError(f"device: got {device!r}, expected a card such as 'cuda:0'")
     if options.provider not in (None, "cuda"):
         raise InvalidInputError(

@@ -29,7 +29,7 @@ from weakref import WeakSet
 
 from mcinfer.cards.cuda import ALIGNMENT, LOAD_BYTES, Card, DeviceBlock
 from mcinfer.cards.slabs import OpenSlab, filled, layout
-from mcinfer.config import CARD_KINDS, Device
+from mcinfer.config import CARD_KIND, Device
 from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import (
     BoundRun,
@@ -271,7 +271,7 @@ class CardEngine(EngineAround):
         # TensorRT wants bound addresses "aligned to at least 256 bytes" (setTensorAddress).
         is_tensorrt = self.providers[:1] == (NAMES["tensorrt"],)
         self.alignment = ALIGNMENT if is_tensorrt else LOAD_BYTES
-        others = (Device(CARD_KINDS[0], index) for index in range(card.count))
+        others = (Device(CARD_KIND, index) for index in range(card.count))
         self.reaches = tuple(str(other) for other in others if card.reaches(other))
         self.blocks = blocks or AttachedBlocks()
         self.blocks.card = self

@@ -33,7 +33,7 @@ import numpy as np
 
 from mcinfer.cards import dlpack
 from mcinfer.cards.cuda import ALIGNMENT, LOAD_BYTES, Card, DeviceBlock
-from mcinfer.config import CARD_KINDS, Device
+from mcinfer.config import CARD_KIND, Device
 from mcinfer.errors import (
     BuildError,
     CardError,
@@ -427,11 +427,11 @@ def place_of(
         ClosedError: The master is closed.
     """
     check_types(specs, name)
-    cards = [Device("cuda", one.index) for one in pool if one.kind in CARD_KINDS]
+    cards = [one for one in pool if one.kind == CARD_KIND]
     device = cards[0] if cards and text == "device" else None
     with suppress(InvalidInputError):
         device = device or Device.parse(text)
-    if device is None or device.kind != "cuda":
+    if device is None or device.kind != CARD_KIND:
         raise InvalidInputError(
             f"{name}: got {text!r}, expected a card such as 'cuda:0', or 'device' in a pool with one"
         )

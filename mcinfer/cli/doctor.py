@@ -39,7 +39,7 @@ from mcinfer.cli.probes import (
 )
 from mcinfer.cli.progress import counted
 from mcinfer.config import (
-    CARD_KINDS,
+    CARD_KIND,
     CoreShare,
     Timeouts,
     automatic_workers,
@@ -195,7 +195,7 @@ def devices(devices: DevicesOption = None) -> None:
         why = f"no GPU was found: {exc}"
         lines = [why]
     for device in parsed:
-        if device.kind in CARD_KINDS and device.index >= len(found):
+        if device.kind == CARD_KIND and device.index >= len(found):
             why = why or f"the last device that was found is {device.kind}:{len(found) - 1}"
             raise InvalidInputError(f"device {device} does not exist: {why}")
     listed = machine.format_core_list(cores)

@@ -24,7 +24,6 @@ NAMES = {
 _OF_DEVICES = {
     "cpu": ("cpu",),
     "cuda": ("cuda", "tensorrt"),
-    "tensorrt": ("tensorrt",),
     "ascend": ("cann",),
 }
 """By kind of device, its own first."""

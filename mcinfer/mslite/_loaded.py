@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mcinfer import sharding
 from mcinfer.cards.cuda import model_of
-from mcinfer.config import CARD_KINDS, CoreShare, Device, PrepareKind
+from mcinfer.config import CARD_KIND, CoreShare, Device, PrepareKind
 from mcinfer.engines.adapters import open_engine, prepared_facts
 from mcinfer.engines.base import Engine, EngineRequest, produced_from
 from mcinfer.errors import BuildError, EngineError, InvalidInputError, is_refusal
@@ -194,10 +194,11 @@ def load(
             device=device,
             options=replace(attempt.options, prepare=prepare, session_config=config),
             share=CoreShare(cores=tuple(cores), threads=min(len(cores) or cpus, cpus)),
-            device_model=partial(model_of, device) if attempt.kind in CARD_KINDS else None,
+            device_model=partial(model_of, device) if attempt.kind == CARD_KIND else None,
         )
         owner, shared = None, None
-        if pids is not None and attempt.engine == "onnxruntime" and attempt.kind == "cuda":
+        on_cuda = attempt.kind == CARD_KIND and attempt.options.provider is None
+        if pids is not None and attempt.engine == "onnxruntime" and on_cuda:
             # This process's own session uses the weights on the card, too.
             owner = WeightOwner(model, options=request.options, device=str(request.device))
             shared = owner.weights

@@ -159,6 +159,8 @@ def attempts(source: Source) -> list[Attempt]:
                 threads=cpu.thread_num or None,
                 inter_op_threads=cpu.inter_op_parallel_num or None,
             )
+        if target == "gpu" and source.is_onnx and source.context.gpu.provider == "tensorrt":
+            options = replace(options, provider="tensorrt")
         engine = "onnxruntime" if source.is_onnx else "mindspore"
         found.append(Attempt(target, engine, kind, index, options, tuple(remarks)))
     return found
@@ -197,8 +199,7 @@ def _on_gpu(source: Source) -> _Way:
         )
     # TensorFloat-32 has a mantissa of 10 bits.
     option = "trt_fp16_enable" if tensorrt else "use_tf32"
-    kind = "tensorrt" if tensorrt else "cuda"
-    return kind, gpu.device_id, {option: "1" if half else "0"}, remarks
+    return "cuda", gpu.device_id, {option: "1" if half else "0"}, remarks
 
 
 def _on_ascend(source: Source) -> _Way:

@@ -24,7 +24,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mcinfer.config import CARD_KINDS, Device, EngineOptions
+from mcinfer.config import CARD_KIND, Device, EngineOptions
 from mcinfer.engines.names import DEFAULT_ENGINE, ENGINES, engines_for
 from mcinfer.errors import BuildError, InvalidInputError, McinferError, Refusal
 from mcinfer.logs import about
@@ -504,7 +504,7 @@ def _described(
     master, tensors = instance.master, (*instance.inputs, *instance.outputs)
     batched = rows > 0 and all(s.shape and not isinstance(s.shape[0], int) for s in tensors)
     workers = [Device.parse(worker.device) for worker in master.statistics().workers]
-    cards = sorted({device.index for device in workers if device.kind in CARD_KINDS})
+    cards = sorted({device.index for device in workers if device.kind == CARD_KIND})
 
     def tensor(spec: TensorSpec, reshapes: Mapping[str, Reshape]) -> dict[str, Any]:
         dims = shape_of(spec)[int(batched) :]

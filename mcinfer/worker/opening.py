@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcinfer.config import CARD_KINDS, CoreShare, Device
+from mcinfer.config import CARD_KIND, CoreShare, Device
 from mcinfer.engines.adapters import open_engine
 from mcinfer.engines.base import Engine, EngineRequest
 from mcinfer.engines.preparation import described, readable_content
@@ -56,7 +56,7 @@ def open_worker_engine(
     )
     content = readable_content(request)
     request = replace(request, content=content)
-    if device.kind in CARD_KINDS:
+    if device.kind == CARD_KIND:
         from mcinfer.cards.cuda import model_of
 
         request = replace(request, device_model=partial(model_of, device))
@@ -65,7 +65,7 @@ def open_worker_engine(
 
         cut = (message.tensor, message.pipeline)
         engine = open_rank(request, message.rank, cut, group, progress)
-    elif device.kind in CARD_KINDS:
+    elif device.kind == CARD_KIND:
         from mcinfer.cards.staging import open_on_card
 
         slab = None if message.slab is None else blocks.take(message.slab)
