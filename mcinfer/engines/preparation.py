@@ -200,11 +200,16 @@ def _make_beside(request: EngineRequest, runtime: Runtime, key: str) -> Preparat
     if failure:
         return Preparation(notes=(f"{OWN_COPY}: it could not be prepared lately: {failure}",))
     if claim is not None:
+
+        def failed(error: str) -> None:
+            _log.warning("%s could not be prepared: %s", name, error)
+            cache.settle(key, error)  # one that was killed has not said so
+
         try:
             run_beside(
                 make_claimed,
                 [_plain(request), asdict(runtime), key],
-                lambda error: _log.warning("%s could not be prepared: %s", name, error),
+                failed,
                 pass_fds=(claim, *inherited(request.model)),
             )
         finally:
@@ -225,8 +230,9 @@ def make_claimed(
         _making(request, content, None).open(facts).close()
         cache.settle(key)
     except (McinferError, OSError) as exc:
-        cache.settle(key, DRAFT.sub("…", shortened(str(exc))))
-        raise
+        error = DRAFT.sub("…", shortened(str(exc)))
+        cache.settle(key, error)
+        raise ChildFailedError(error) from exc
     finally:
         os.close(turn)
 

@@ -552,7 +552,8 @@ class Cache:
             place = self.notes(_BACKGROUND) / key
             lock = take_lock(place)
             failure = ""
-            if lock is not None and place.stat().st_mtime > time.time() - _AGAIN_SECONDS:
+            # A clock may have been set back.
+            if lock is not None and abs(place.stat().st_mtime - time.time()) < _AGAIN_SECONDS:
                 failure = place.read_text(encoding="utf-8", errors="replace")
             if lock is not None and failure:
                 os.close(lock)
@@ -560,7 +561,7 @@ class Cache:
             return lock, ""
 
     def settle(self, key: str, failure: str = "") -> None:
-        """Say of a claimed entry that it was made, or why it could not be; by the process with the claim."""
+        """Say of a claimed entry that it was made, or why it could not be."""
         place = self.folder / _BACKGROUND / key
         with suppress(OSError):  # no room even for that
             if failure:
@@ -625,7 +626,11 @@ class Cache:
             check_own(self.folder)
             for name in ("sources", "splits", _BACKGROUND):
                 for note in self.folder.glob(f"{name}/*"):
-                    note.unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        lock = take_lock(note, flags=os.O_RDONLY)
+                        if lock is not None:  # else a process prepares a model beside its users
+                            os.close(lock)
+                            note.unlink()
         return self._shrink(0)
 
     def evict(self) -> int:

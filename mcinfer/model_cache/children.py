@@ -109,7 +109,7 @@ def run_beside(
 
     It has the lowest priority for processor and disk, is the first that the kernel ends where memory runs
     out, and ends after four hours at most. The arguments are those of `run_child`; `failed` is called in a
-    thread with the text of an error, if this process is still there.
+    thread with the text of an error, if this process is still there and SIGTERM did not end that one.
 
     Raises:
         ChildFailedError: The process could not be started.
@@ -117,18 +117,18 @@ def run_beside(
     process, ours, task = _start(function, arguments, 0, pass_fds)
 
     def wait() -> None:
-        answer: dict[str, Any] = {"error": "the process that did it was ended"}
+        answer: dict[str, Any] = {}
         with ours, suppress(OSError, ValueError), ours.makefile(encoding="utf-8") as lines:
-            ours.sendall(task)
             for line in lines:
                 answer = {**answer, **json.loads(line)}
-        process.wait()
-        if "result" not in answer:
-            failed(answer["error"])
+        status = process.wait()
+        if "result" not in answer and status != -signal.SIGTERM:
+            failed(answer.get("error", f"the process that did it ended with status {status}"))
 
-    with suppress(
-        RuntimeError
-    ):  # no thread starts at the interpreter's end; the kernel sees to the rest
+    with suppress(OSError):  # it has ended already
+        ours.sendall(task)  # not in the thread: this process may end before that runs
+    # No thread starts at the interpreter's end; the kernel sees to the rest.
+    with suppress(RuntimeError):
         threading.Thread(target=wait, name="mcinfer-beside", daemon=True).start()
 
 

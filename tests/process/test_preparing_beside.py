@@ -52,6 +52,11 @@ def beside() -> list[psutil.Process]:
     return found
 
 
+def waits(name: str) -> bool:
+    """Whether this process has a thread of that name."""
+    return name in {thread.name for thread in threading.enumerate()}
+
+
 def await_entry(cache: Cache) -> None:
     wait_until(lambda: cache.entries() and not beside(), timeout=PATIENCE)
 
@@ -96,20 +101,44 @@ def test_processes_that_start_at_once_prepare_a_model_once(
     await_entry(cache)
 
 
-def test_killed_process_leaves_the_claim_to_the_next_start(
+def test_process_that_was_stopped_leaves_the_claim_to_the_next_start(
     model: Path, cache: Cache, slow: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
         assert ort.InferenceSession(model).why_plain == COMING
         wait_until(beside, timeout=PATIENCE)
         (process,) = beside()
-        process.kill()
-        wait_until(lambda: not beside(), timeout=PATIENCE)
+        process.terminate()  # as when the service is stopped
+        wait_until(lambda: not beside() and not waits("mcinfer-beside"), timeout=PATIENCE)
     assert cache.entries() == []
-    wait_until(lambda: len(caplog.records) == 2, timeout=PATIENCE)
-    assert "the process that did it was ended" in caplog.text
+    assert not caplog.records
     slow()
     assert ort.InferenceSession(model).why_plain == COMING
+    await_entry(cache)
+
+
+def test_session_that_waits_to_go_over_does_not_try_again_what_the_kernel_has_killed(
+    model: Path, slow: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    session = ort.InferenceSession(model, providers=CPU, prepare="switch")
+    wait_until(beside, timeout=PATIENCE)
+    beside()[0].kill()  # memory ran out
+    wait_until(lambda: not waits("mcinfer-switch"), timeout=PATIENCE)
+    assert "lately: the process that did it ended with status -9" in session.why_plain
+    assert [record.name for record in caplog.records] == ["mcinfer.model_cache", "mcinfer.ort"]
+    assert not beside()
+    slow()
+
+
+def test_clear_leaves_what_is_being_prepared_beside_its_sessions_alone(
+    model: Path, cache: Cache, slow: Callable[[], None]
+) -> None:
+    assert ort.InferenceSession(model).why_plain == COMING
+    cache.clear()
+    assert ort.InferenceSession(model).why_plain == COMING
+    wait_until(beside, timeout=PATIENCE)
+    assert len(beside()) == 1
+    slow()
     await_entry(cache)
 
 
@@ -281,7 +310,7 @@ def test_session_that_gave_values_of_its_own_or_was_closed_does_not_switch(
     await_entry(cache)
     anew.set_providers(CPU)
     assert anew.prepared
-    wait_until(lambda: "mcinfer-switch" not in {t.name for t in threading.enumerate()}, PATIENCE)
+    wait_until(lambda: not waits("mcinfer-switch"), timeout=PATIENCE)
     assert not giving.prepared
     assert giving.run(None, {"x": value})[0].shape == (3, 2100)
     assert not closed.prepared
