@@ -169,7 +169,10 @@ def _start(
 def _go_on_alone() -> None:
     import psutil
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends this process, and with it its own child
+    # These end this process, and with it its own child; what started it may have blocked them.
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.alarm(_MAX_SECONDS)
     os.nice(19)
     with suppress(OSError, psutil.Error):

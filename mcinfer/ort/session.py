@@ -58,8 +58,9 @@ _OF_NATIVE = ("_sess", "_profiling_start_time_ns", *(f"_{name}" for name in _SAI
 """The plain class's attributes that keep the native session, and with it the model."""
 
 _LAST_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
-"""Between two looks whether a model is prepared by now."""
+_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.05
+"""Least time between two looks whether a model is prepared by now, and their greatest share of all time: a
+model in memory is written to a file for each."""
 
 _OF_PLAIN = ("disabled_optimizers", "read_config_from_model")
 """Arguments of the plain class that its signature does not name, beside ``enable_fallback``."""
@@ -548,18 +549,21 @@ atexit.register(lambda: _switching.acquire(timeout=_LAST_SECONDS))
 
 def _await_prepared(found: "ref[InferenceSession]", plain: "ref[Any]") -> None:
     """A thread's work: have a session go over to the prepared model once that is there."""
-    is_over = False
+    is_over, seconds = False, 0.0
     while not is_over:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(max(_LOOK_SECONDS, seconds / _LOOK_SHARE))
+        begin = time.monotonic()
         session, before = found(), plain()
         if session is None or before is None:
             return
         try:
             is_over = session._switch(before)
         except Exception as exc:  # of the model, the runtime or the machine: the session serves on
-            _log.warning("a session stays plain: %s", exc)
+            # As text: a record that is kept would hold the session, by the error's frames.
+            _log.warning("a session stays plain: %s", str(exc))
             return
         del session, before  # the one may be garbage now, and the other is
+        seconds = time.monotonic() - begin
     give_back_freed_memory()
 
 

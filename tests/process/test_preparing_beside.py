@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -105,7 +106,9 @@ def test_process_that_was_stopped_leaves_the_claim_to_the_next_start(
     model: Path, cache: Cache, slow: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as where a thread waits for it
         assert ort.InferenceSession(model).why_plain == COMING
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         wait_until(beside, timeout=PATIENCE)
         (process,) = beside()
         process.terminate()  # as when the service is stopped
