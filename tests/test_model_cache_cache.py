@@ -376,10 +376,15 @@ def test_claim_belongs_to_one_and_a_failure_keeps_others_from_trying_for_an_hour
     assert not why
     assert cache.claim(KEY) == (None, "")
     cache.settle(KEY, "no room")
+    assert cache.claim(KEY) == (None, "no room")  # also while a process that was forked has it
     os.close(claim)
     assert cache.claim(KEY) == (None, "no room")
     place = cache.folder / "background" / KEY
-    os.utime(place, (time.time() - 3601.0,) * 2)
+    for moved in (-3601.0, 3601.0):
+        os.utime(place, (time.time() + moved,) * 2)
+        claim, _ = cache.claim(KEY)
+        assert claim is not None
+        os.close(claim)
     claim, _ = cache.claim(KEY)
     assert claim is not None
     cache.settle(KEY)

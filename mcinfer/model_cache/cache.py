@@ -549,16 +549,13 @@ class Cache:
             another process has it, or if making it has failed within the last hour; and why.
         """
         with unusable(self.folder):
-            place = self.notes(_BACKGROUND) / key
-            lock = take_lock(place)
-            failure = ""
-            # A clock may have been set back.
-            if lock is not None and abs(place.stat().st_mtime - time.time()) < _AGAIN_SECONDS:
-                failure = place.read_text(encoding="utf-8", errors="replace")
-            if lock is not None and failure:
-                os.close(lock)
-                return None, failure
-            return lock, ""
+            place, failure = self.notes(_BACKGROUND) / key, ""
+            with suppress(FileNotFoundError):
+                # A clock may have been set back.
+                if abs(place.stat().st_mtime - time.time()) < _AGAIN_SECONDS:
+                    failure = place.read_text(encoding="utf-8", errors="replace")
+            # A process that was forked meanwhile may have the lock of one that has failed.
+            return None if failure else take_lock(place), failure
 
     def settle(self, key: str, failure: str = "") -> None:
         """Say of a claimed entry that it was made, or why it could not be."""
