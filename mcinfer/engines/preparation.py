@@ -163,7 +163,9 @@ def find_or_make(
         if prepare in ("auto", "background") and request.device.kind == "cpu":
             held = Cache.default().open(entry_key(facts))
             if held is None:
-                return _make_beside(request, runtime, entry_key(facts))
+                # Whether the files were read whole by now or not: one claim.
+                same = replace(content, digest=sketch(content.stamps))
+                return _make_beside(request, runtime, entry_key(facts_of(request, runtime, same)))
         else:
             held = _making(request, content, progress).open(facts)
     except BuildError as exc:

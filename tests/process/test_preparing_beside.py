@@ -20,6 +20,7 @@ import pytest
 
 from mcinfer import Master, ort
 from mcinfer.model_cache.cache import Cache
+from mcinfer.model_cache.keys import read_content
 from mcinfer.ort.inline import COMING
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.test_inline_sessions import CPU, feed, is_mapped, write_model
@@ -164,6 +165,23 @@ def test_failure_is_said_once_and_not_tried_again_at_each_start(
     (key,) = {*os.listdir(cache.folder / "background")} - {"turn"}
     os.utime(cache.folder / "background" / key, (0, 0))  # long ago
     assert ort.InferenceSession(path).why_plain == COMING
+    await_entry(cache)
+
+
+def test_session_that_knows_the_whole_model_does_not_have_it_prepared_again(
+    model: Path, cache: Cache, slow: Callable[[], None]
+) -> None:
+    assert ort.InferenceSession(model).why_plain == COMING
+    sources = cache.notes("sources")
+
+    def is_remembered() -> bool:  # as by the process that prepares it, which reads it first
+        return bool(read_content(model, memory=sources) and os.listdir(sources))
+
+    wait_until(is_remembered, timeout=PATIENCE)
+    assert ort.InferenceSession(model).why_plain == COMING
+    wait_until(beside, timeout=PATIENCE)
+    assert len(beside()) == 1
+    slow()
     await_entry(cache)
 
 
