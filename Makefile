@@ -186,7 +186,7 @@ bench-memory: $(VENV)/installed-plots
 	$(BIN)/python benchmarks/processes_memory.py --write docs/weights.md --plot docs/processes_memory.svg
 	$(BIN)/python benchmarks/inline_sessions.py --write docs/processes.md
 
-# How long a service that gets a new model does not answer, and its memory: docs/processes.md; half an hour.
+# How long a service that gets a new model does not answer, and its memory: docs/processes.md; an hour.
 bench-deploys: .venv-suites/installed
 	.venv-suites/bin/python benchmarks/deploys.py --write docs/processes.md
 

@@ -15,6 +15,7 @@ It needs Gunicorn and Celery, which `make bench-deploys` installs.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +46,7 @@ from models import mlp
 from onnx import numpy_helper
 
 from mcinfer.engines.preparation import ensure_prepared
+from mcinfer.model_cache.cache import Cache
 
 LAYERS, WIDTH = 14, 2048
 PROCESSES = 8
@@ -132,6 +134,14 @@ def _other(model: Path, target: Path, number: int, *, is_first: bool) -> None:
     draft.replace(target)
     if is_first:  # a service that runs for long has it so
         ensure_prepared(target).close()
+
+
+def _with_next(folder: Path, renew: Renew) -> Path:
+    """The model of a service; the next one lies beside it: to write it would disturb the client."""
+    model = folder / "model.onnx"
+    renew(model)
+    renew(model.with_name("next.onnx"))
+    return model
 
 
 def _free_port() -> int:
@@ -238,13 +248,13 @@ def gunicorn(setting: Setting, way: str, folder: Path, renew: Renew) -> tuple[fl
     port, one = _free_port(), way == _POOL
     text = _APPLICATION.format(x=_X, opening=_OPENINGS[way])
     (folder / "service.py").write_text(text, encoding="utf-8")
-    renew(folder / "model.onnx")
+    model = _with_next(folder, renew)
     workers = ["--workers", "1", "--threads", "16"] if one else ["--workers", str(PROCESSES)]
     command = [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "--timeout", "240"]
     with _running([*command, *workers, "service:application"], folder) as process:
 
         def change() -> None:
-            renew(folder / "model.onnx")
+            model.with_name("next.onnx").replace(model)
             process.send_signal(signal.SIGHUP)
 
         return _measured(setting, lambda: _http(port, "GET", "/"), change, lambda: process.pid)
@@ -256,6 +266,7 @@ def server(setting: Setting, way: str, folder: Path, renew: Renew) -> tuple[floa
         (folder / "models" / "m" / version).mkdir(parents=True)
     renew(folder / "models" / "m" / "1" / "model.onnx")
     (folder / "models" / "m" / "2").rename(folder / "2")
+    renew(folder / "2" / "model.onnx")
     tensor = {"name": "x", "shape": [1, WIDTH], "datatype": "FP32", "data": [1.0] * WIDTH}
     body = json.dumps({"inputs": [tensor]}).encode()
 
@@ -263,7 +274,6 @@ def server(setting: Setting, way: str, folder: Path, renew: Renew) -> tuple[floa
         return json.loads(_http(port, "POST", "/v2/models/m/infer", body))["model_version"]
 
     def change() -> None:
-        renew(folder / "2" / "model.onnx")
         (folder / "2").rename(folder / "models" / "m" / "2")
         _http(port, "POST", "/v2/repository/models/m/load")
 
@@ -282,7 +292,7 @@ def celery(setting: Setting, way: str, folder: Path, renew: Renew) -> tuple[floa
     module = f"tasks_{folder.name}"
     text = _TASKS.format(x=_X, opening=_OPENINGS[way])
     (folder / f"{module}.py").write_text(text, encoding="utf-8")
-    renew(folder / "model.onnx")
+    model = _with_next(folder, renew)
     sys.path.insert(0, str(folder))
     tasks = __import__(module)
     count = 1 if way == _POOL else PROCESSES
@@ -295,7 +305,7 @@ def celery(setting: Setting, way: str, folder: Path, renew: Renew) -> tuple[floa
         running = [first]
 
         def change() -> None:
-            renew(folder / "model.onnx")
+            model.with_name("next.onnx").replace(model)
             first.terminate()
             first.wait()
             running.append(again.enter_context(_running(command, folder)))
@@ -333,6 +343,8 @@ def part(name: str) -> Callable[[Setting], Lines]:
 
             seconds, size = service(setting, way, folder, renew)
             memory[way].append(size)
+            shutil.rmtree(folder)
+            Cache.default().clear()
             return seconds
 
         turns: dict[str, Callable[[], float]] = {way: partial(once, way) for way in ways}
