@@ -119,8 +119,12 @@ def run_beside(
     def wait() -> None:
         answer: dict[str, Any] = {}
         with ours, suppress(OSError, ValueError), ours.makefile(encoding="utf-8") as lines:
+            ours.settimeout(_HELLO_SECONDS)
             for line in lines:
+                ours.settimeout(None)
                 answer = {**answer, **json.loads(line)}
+        if not answer:  # a program that is no Python may run for ever
+            process.kill()
         status = process.wait()
         if "result" not in answer and status != -signal.SIGTERM:
             failed(answer.get("error", f"the process that did it ended with status {status}"))
@@ -219,16 +223,16 @@ def main() -> int:
             return ORPHANED
         task = json.loads(line)
         sys.path[:] = task["path"]
-        if task["parent"]:
-            watch_parent(task["parent"], channel.fileno())
-        else:
-            _go_on_alone()
 
         def answer(kind: str, content: object) -> None:
             with suppress(BrokenPipeError):  # the parent of one that goes on alone is gone
                 channel.sendall(json.dumps({kind: content}).encode() + b"\n")
 
         answer("progress", {})  # that it has begun: `sys.executable` may be no Python
+        if task["parent"]:
+            watch_parent(task["parent"], channel.fileno())
+        else:
+            _go_on_alone()
         module, _, name = task["function"].partition(":")
         try:
             gc.disable()  # as in a worker: its looks for garbage take a twentieth of the imports' time

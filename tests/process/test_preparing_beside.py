@@ -134,6 +134,20 @@ def test_session_that_waits_to_go_over_does_not_try_again_what_the_kernel_has_ki
     slow()
 
 
+def test_program_that_is_no_python_is_ended(
+    model: Path, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n", encoding="utf-8")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr("mcinfer.model_cache.children._HELLO_SECONDS", 2.0)
+    assert ort.InferenceSession(model).why_plain == COMING
+    wait_until(lambda: not waits("mcinfer-beside"), timeout=PATIENCE)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text(encoding="utf-8")))
+    assert cache.entries() == []
+
+
 def test_clear_leaves_what_is_being_prepared_beside_its_sessions_alone(
     model: Path, cache: Cache, slow: Callable[[], None]
 ) -> None:
