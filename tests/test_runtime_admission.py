@@ -153,7 +153,7 @@ def test_callers_that_are_refused_at_once_delay_nothing_for_one_that_waits() -> 
     dropped: list[int] = []
     arena = Arena(64 * MIB, dropped=dropped.append)
     pool = ready_pool(1)
-    admission = Admission(cast("Any", pool), arena, IdleFrames(), lambda _: None)
+    admission = Admission(cast("Any", pool), arena, IdleFrames())
     pool.handle_request(0.0, 0, (1,), 10.0)  # whose end is to free memory
     held = arena.allocate_all([64 * MIB])
     line = admission.memory[None]

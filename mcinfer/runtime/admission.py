@@ -15,7 +15,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from mcinfer.errors import ClosedError, McinferError, PredictError, QueueFullError
+from mcinfer.errors import REFUSALS, ClosedError, McinferError, PredictError, QueueFullError
 from mcinfer.requests.frames import IdleFrames
 from mcinfer.requests.request import Outcome, Request
 from mcinfer.scheduler.dispatch import Entry
@@ -65,8 +65,6 @@ class Allocation(Outcome[list[Slot]]):
 
 
 W = TypeVar("W", Request, Allocation)
-
-NoteRefusal = Callable[[McinferError], None]
 
 
 class Line(ABC, Generic[W]):
@@ -197,14 +195,13 @@ class MemoryLine(Line[Allocation]):
 class Places(Line[Request]):
     """The requests that wait for a place in the queue.
 
-    Args:
-        scheduler: What accepts them.
-        note_refusal: Counts a request that is refused with an error.
+    Attributes:
+        refused: How many were refused here, by reason.
     """
 
-    def __init__(self, scheduler: Scheduler, note_refusal: NoteRefusal) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
-        self._note_refusal = note_refusal
+        self.refused = dict.fromkeys(REFUSALS, 0)
         self._scheduler = scheduler
         self._next_number = 0
 
@@ -238,7 +235,10 @@ class Places(Line[Request]):
         return QueueFullError("the queue was full until the time was over")
 
     def refuse(self, item: Request, error: McinferError) -> None:
-        self._note_refusal(error)  # before its caller has it, who would count it, too
+        # Before its caller has it, who would count it, too.
+        reason, error.refusal = error.refusal, None
+        if reason:
+            self.refused[reason] += 1
         refuse(item, error)
 
     def cancel(self, outcome: Outcome[Any]) -> None:
@@ -318,11 +318,9 @@ class Admission:
         due: When to look next, or earlier, unless it is earlier for `places`.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, arena: Arena, frames: IdleFrames, note_refusal: NoteRefusal
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, arena: Arena, frames: IdleFrames) -> None:
         self.scheduler = scheduler
-        self.places = Places(scheduler, note_refusal)
+        self.places = Places(scheduler)
         self.due = math.inf
         self._frames = frames
         # By arena: None is the host's, the others are those of devices.
@@ -380,7 +378,8 @@ class Admission:
 def refuse(outcome: Request | Allocation, error: McinferError, *, cancelled: bool = False) -> None:
     """Settle what was not accepted, or not served."""
     if not outcome.settled:
-        outcome.settle(error, cancelled=cancelled)
+        # Without its traceback, which would hold the outcome.
+        outcome.settle(error.with_traceback(None), cancelled=cancelled)
     if isinstance(outcome, Request):
         outcome.release()
         if outcome.entered is not None and not outcome.entered.settled:

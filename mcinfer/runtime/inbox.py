@@ -72,12 +72,13 @@ class Doors:
         finished: Whether nothing is left, and nothing will be started.
         failure: Why it could not be started, or has failed.
         table: The requests.
-        refused: How many requests were not accepted, by reason.
+        refused: How many requests were refused in callers' threads, by reason.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.refused = dict.fromkeys(REFUSALS, 0)
-        self._refusing = threading.RLock()  # a signal's handler may be refused as well
+        # A signal's handler may be refused as well, and wait for the loop, which has counts of its own.
+        self._refusing = threading.RLock()
         self.start_claims = [True]
         self.opened = self.closing = self.finished = False
         self.failure: McinferError | None = None
@@ -120,7 +121,7 @@ class Doors:
             self.table.check_room(limits, 0)
 
     def note_refusal(self, error: McinferError) -> None:
-        """Count a request that this error refuses, once, in any thread; no other error counts."""
+        """Count a request that this error refuses, once, in any caller's thread; no other error counts."""
         reason, error.refusal = error.refusal, None
         if reason and not self.is_forked:
             with self._refusing:

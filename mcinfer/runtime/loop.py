@@ -102,9 +102,7 @@ class Loop:
         self.frames = IdleFrames()
         scheduler = self._scheduler = Scheduler(builds, self, self.supervision, rules)
         self.supervision.scheduler = scheduler
-        self.admission = self.inbox.admission = Admission(
-            scheduler, self.arena, self.frames, self.inbox.note_refusal
-        )
+        self.admission = self.inbox.admission = Admission(scheduler, self.arena, self.frames)
         self.inbox.table = scheduler.table
         self.model: ModelInMemory | None = None
         self._trace = trace
@@ -289,7 +287,7 @@ class Loop:
             self._wake_callers()
         if self._readable or inbox or news or self.inbox.finished:
             return
-        if scheduler.table.in_flight:
+        if scheduler.table.in_flight and self.supervision.look_due == math.inf:
             self.supervision.look_soon(now)
         self.inbox.asleep = True
         if inbox or not self._transport.may_sleep():
@@ -369,7 +367,7 @@ class Loop:
         self.inbox.refuse()
 
     def _take_statistics(self, weights_version: int) -> Statistics:
-        table = self._scheduler.table
+        table, refused = self._scheduler.table, self.admission.places.refused
         idle = self.frames.bytes
         lent = [gang.blocks for gang in self._connections.processes.values()]
         return Statistics(
@@ -379,7 +377,7 @@ class Loop:
             memory_bytes=self.arena.size + sum(blocks.size for blocks in lent),
             memory_used_bytes=max(0, self.arena.used - idle) + sum(blocks.used for blocks in lent),
             weights_version=weights_version,
-            refused={**self.inbox.refused},
+            refused={why: n + refused[why] for why, n in self.inbox.refused.items()},
             health=self.supervision.take_health(),
             workers=self.supervision.take_statistics(),
             cards=tuple(place.statistics() for place in self.inbox.places.values()),

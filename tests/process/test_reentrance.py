@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from mcinfer import ClosedError, Limits, Master, PredictError, Timeouts
+from mcinfer import (
+    ClosedError,
+    InvalidInputError,
+    Limits,
+    Master,
+    PredictError,
+    RestartPolicy,
+    Timeouts,
+    WorkerDiedError,
+)
 from mcinfer.config import INLINE
 from tests.process.models import FakeModel, Inputs, act, assert_answers, fake_master, rows
 from tests.process.waiting import pids, settle, wait_for_states, wait_until
@@ -100,6 +109,35 @@ def test_handler_of_a_signal_may_wait_for_an_answer_while_its_thread_does(
             with sigterm(0.1, partial(settle, answer, partial(ask, act(inner)))):
                 assert_answers(ask(act(BAD)), act(BAD))
             assert_answers(answer.result(0.0), act(inner))
+
+
+def test_handler_of_a_signal_may_be_refused_while_its_thread_counts_a_refusal(
+    fake_model: FakeModel,
+) -> None:
+    class Interrupted(dict[Any, int]):
+        def __setitem__(self, reason: Any, count: int) -> None:
+            super().__setitem__(reason, count)
+            if reason == "invalid":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def ask() -> None:
+        with pytest.raises(WorkerDiedError):
+            master.predict(rows(1), timeout=PATIENCE)
+        handled.append(master.statistics().refused["no_worker"])
+
+    handled: list[int] = []
+    restart = RestartPolicy(budget=0, backoff_limit=PATIENCE)
+    with fake_master(fake_model(when={"-1": "kill"}), 1, restart=restart) as master:
+        with pytest.raises(WorkerDiedError):
+            master.predict(act(BAD), timeout=PATIENCE)
+        master._inbox.refused = Interrupted(master._inbox.refused)
+        before = signal.signal(signal.SIGTERM, lambda *_: ask())
+        try:
+            with pytest.raises(InvalidInputError):
+                master.predict({})
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert handled == [1]
 
 
 def test_handler_of_the_log_may_ask_how_the_pool_is(fake_model: FakeModel) -> None:

@@ -172,7 +172,9 @@ def test_requests_fail_at_once_until_a_worker_can_load_the_model_again(
         tried = sum(worker.restarts for worker in master.statistics().workers)
         with pytest.raises(WorkerDiedError, match=model.name):
             master.predict(rows(1), timeout=math.inf)
-        assert isinstance(master.submit(rows(1)).exception(20.0), WorkerDiedError)
+        error = master.submit(rows(1)).exception(20.0)
+        assert isinstance(error, WorkerDiedError)
+        assert error.__traceback__ is None  # which would hold the request
         assert master.statistics().refused["no_worker"] == 2
         with pytest.raises(ReadyTimeoutError, match=rf"failed: 0 of 1 .*{model.name}"):
             master.wait_ready(0.1)
