@@ -310,7 +310,7 @@ class InlinePool(Doors):
             text = ", ".join((f"no answer within {entry.timeout:g} s: it {what}", *self._late()))
             self._settle(job, PredictTimeoutError(text), now)
         self._look_at = min(self._close_at, self.table.next_deadline())
-        if self.closing and (self._close_at <= now or not self.table.entries):
+        if self.closing and (self._close_at <= now or not self.table.in_flight):
             self._end_at = min(self._end_at, now + self._rules.timeouts.close)
             for entry in [*self.table.entries.values()]:
                 self._settle(entry.request, ClosedError("the master was closed"), now)
@@ -586,6 +586,11 @@ class InlinePool(Doors):
         entry, lane = job.entry, job.lane
         if entry.number not in self.table.entries:
             return
+        # Those that wait look once the lock is free.
+        if self._waiting:
+            self._ended.notify_all()
+        if self.closing:
+            self._keeper.notify()  # it may be the last
         if error is None:
             ending, job._value = "succeeded", pick(value or {}, job.call.outputs)
         elif lane is None:
@@ -604,10 +609,6 @@ class InlinePool(Doors):
             job.settle(error, cancelled=ending == "cancelled")
         self.table.entries.pop(entry.number, None)
         entry.request = None  # which holds it
-        if self._waiting:
-            self._ended.notify_all()
-        if self.closing:
-            self._keeper.notify()  # it may have been the last
         if self._trace is not None:
             hook = self._trace()
             if hook is not None and job.call.context is not None:

@@ -258,16 +258,32 @@ def test_callbacks_are_called_one_after_another_and_after_the_close(onnx_model: 
     assert late == [done] * 4
 
 
-def test_draining_ends_once_the_last_request_is_cancelled(fake_model: FakeModel) -> None:
-    options = {"max_batch_size": 8, "max_delay": 600.0}
-    with fake_master(fake_model(), INLINE, timeouts=Timeouts(predict=600.0), **options) as master:
+def test_draining_ends_once_the_last_request_is_cancelled_at_the_second_try_too(
+    fake_model: FakeModel,
+) -> None:
+    options = {"max_batch_size": 8, "max_delay": 600.0, "timeouts": Timeouts(predict=600.0)}
+    model = fake_model()
+
+    def begin() -> tuple["Future[Inputs]", threading.Thread]:
+        master = fake_master(model, INLINE, **options).start()
         future = master.submit(rows(1))
-        closer = threading.Thread(target=master.close, kwargs={"drain": True})
+        closer = threading.Thread(target=master.close, kwargs={"drain": True}, daemon=True)
         closer.start()
         wait_until(lambda: master.health().state == "closing")
+        return future, closer
+
+    future, closer = begin()
+
+    def cancel() -> None:
         assert future.cancel()
+
+    for _ in interrupted_anywhere(cancel, inline, dispatch, threading):
+        cancel()
         closer.join(20.0)
         assert not closer.is_alive()
+        future, closer = begin()
+    closer.join(20.0)
+    assert not closer.is_alive()
 
 
 def test_there_is_no_worker_to_restart(master: Master) -> None:
