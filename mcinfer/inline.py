@@ -100,7 +100,7 @@ class Job(Outcome[Arrays]):
     ) -> None:
         super().__init__()
         self.answers = answers
-        self.call = call
+        self.call: Any = call
         self.arrays = arrays
         self.plan = plan
         self.weights = call.weights
@@ -112,8 +112,8 @@ class Job(Outcome[Arrays]):
         return self.settled or self.answers.pool.await_answer(self, timeout)
 
     def release(self) -> None:
-        """No run reads its inputs, and its weights, any more."""
-        self.arrays, self.weights = (), NO_WEIGHTS
+        """It is settled, and no run reads its inputs, and its weights, any more: a future may be kept."""
+        self.arrays, self.weights, self.call = (), NO_WEIGHTS, None
 
 
 @dataclass(slots=True, eq=False)
@@ -344,14 +344,15 @@ class InlinePool(Doors):
 
         Without `wait`, do so only if a lane is free at once; whether it is settled.
         """
+        offer = job.call.offer
         try:
             self.enter(job, here=not self._lock._is_owned(), wait=wait)
-            if job.call.offer is not None:
-                job.call.offer(partial(self.cancel, job))
+            if offer is not None:
+                offer(partial(self.cancel, job))
             if job.here:
                 self._run(job.lane)
             elif wait and not job.wait(job.entry.deadline - monotonic() + _LATE_SECONDS):
-                raise PredictTimeoutError(f"no answer within {job.call.timeout:g} s")
+                raise PredictTimeoutError(f"no answer within {job.entry.timeout:g} s")
         except BaseException as exc:  # also Ctrl-C, between any two calls
             if job.lane is not None and job.here and job in job.lane.jobs:
                 self._take_back(job.lane, (), exc, 0.0)
@@ -596,7 +597,6 @@ class InlinePool(Doors):
         elif lane is None:
             self._news.append(job)
             self._work.notify()
-            job.release()
         elif job in lane.jobs and all(one.settled for one in lane.jobs if one is not job):
             lane.stop_by = now + self._rules.timeouts.cancel_grace
             lane.engine.cancel()
@@ -614,6 +614,8 @@ class InlinePool(Doors):
             if hook is not None and job.call.context is not None:
                 given = self._log, hook, job.call.context, entry, now, error, False
                 self._delivery.trace(partial(call_trace_hook, *given))
+        if lane is None:
+            job.release()
 
     def cancel(self, outcome: Outcome[Any]) -> bool:
         """Cancel a call; False if it was settled before."""

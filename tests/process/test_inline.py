@@ -410,9 +410,11 @@ def test_futures_that_are_kept_hold_neither_inputs_nor_weights(fake_model: FakeM
     options = EngineOptions(variable_weights=["w"])
     with fake_master(model, INLINE, options=options) as master:
         master.update_weights({"w": [1] * 4})
-        version = ref(master._planner.weights.current)
-        kept = [master.submit(rows(1)), master.submit(rows(1), timeout=0.0)]
-        wait_until(lambda: all(future.done() for future in kept))
+        version, inputs = ref(master._planner.weights.current), rows(1)
+        array = ref(inputs["x"])
+        kept = [master.submit(inputs), master.submit(inputs, timeout=0.0)]
+        del inputs
+        wait_until(lambda: all(future.done() for future in kept) and array() is None)
         master.update_weights({"w": [2] * 4})
         wait_until(lambda: version() is None)
 
