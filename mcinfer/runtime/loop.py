@@ -335,7 +335,7 @@ class Loop:
         """A fault of mcinfer: end all workers, fail all requests."""
         failure = ClosedError(f"the master failed: {exc!r}")
         self.inbox.failure = failure
-        self.inbox.finished = True
+        self.inbox.finished = self.inbox.closing = True
         self.admission.places.fail_all(failure)
         self._scheduler.table.give_up()
         self.supervision.end_all(_LAST_SECONDS)

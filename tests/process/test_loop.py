@@ -251,6 +251,8 @@ def test_loop_that_fails_leaves_no_caller_waiting_and_no_process(
         statistics = master.statistics()
         assert (statistics.in_flight, statistics.in_flight_bytes, statistics.failed) == (0, 0, 8)
         assert statistics.health.state == "failed"
+        with pytest.raises(ClosedError, match="is closed"):
+            master.restart_workers()
 
 
 def test_finalizer_of_a_master_whose_loop_has_failed_does_nothing_of_the_loops(
