@@ -339,6 +339,11 @@ def test_worker_that_stays_stopped_with_a_run_is_ended_and_another_has_the_run()
     assert pool.handle_standing(0, stopped=True) == [KillWorker(worker=0)]
     assert pool.handle_standing(0, stopped=True) == []
     assert predict(1, (1, 0)) in pool.handle_died(6.0, 0, SIGKILL)
+    restarted(pool, 0)
+    pool.handle_request(7.0, 2, (1,), 60.0)
+    for _ in range(MAX_STOPPED - 1):  # the next process has as many looks
+        assert pool.handle_standing(0, stopped=True) == []
+    assert pool.handle_standing(0, stopped=True) == [KillWorker(worker=0)]
 
 
 def test_worker_that_is_stopped_idle_or_answers_meanwhile_goes_on() -> None:

@@ -437,7 +437,7 @@ class Lifecycle:
 
     def start(self, w: Worker) -> None:
         w.state, w.stop = WorkerState.SPAWNED, Stop.NONE
-        w.answers = 0
+        w.answers, w.stopped = 0, (0, 0)
         w.restart_at = math.inf
         self._sink.start_worker(w.index)
 
