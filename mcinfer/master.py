@@ -689,6 +689,8 @@ class Master:
             for end in ends:
                 end()
             raise
+        finally:
+            ends.clear()  # they hold requests, and the tracebacks of the errors of these hold them
 
     # How a batch is split.
 

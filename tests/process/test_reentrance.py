@@ -48,7 +48,8 @@ def sigterm(seconds: float, handler: Callable[[], object]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel, workers: int) -> None:
     limits = Limits(memory_bytes=4 << 20)
     model = fake_model(when={"-1": "fail"})
 
@@ -59,7 +60,7 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel) -> Non
     with ExitStack() as stack:
         gc.disable()
         stack.callback(gc.enable)
-        master = stack.enter_context(fake_master(model, 1, limits=limits))
+        master = stack.enter_context(fake_master(model, workers, limits=limits))
         kept = []
         for _ in range(4):
             with pytest.raises(PredictError) as caught:
