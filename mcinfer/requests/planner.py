@@ -274,9 +274,12 @@ class Planner(InputReader):
         future = OutcomeFuture(request, self._queue)
         if call.keeps and call.may_be_rescued:
             call.inputs = self.copies(call.inputs, request.taken)
-        if not request.settled:  # a batch of no rows is answered already
-            self._queue.enter(request, wait=wait)
-        return future
+        try:
+            if not request.settled:  # a batch of no rows is answered already
+                self._queue.enter(request, wait=wait)
+            return future
+        finally:
+            del request, future  # the error of one that is refused has this in its traceback
 
     def _begin(self, call: Call, *, may_wait: bool, wait: bool = True) -> Request:
         """The request of a call, with its inputs where workers can read them."""

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -41,17 +42,7 @@ class WaitingThreads:
             PredictError: No thread can be started.
         """
         future: Future[_T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = call()
-            except BaseException as exc:
-                future.set_exception(exc)
-            else:
-                future.set_result(result)
-
+        run = partial(_make, call, future)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -111,6 +102,17 @@ class WaitingThreads:
                 call = self._calls.popleft()
             call()
             del call  # it holds its arguments
+
+
+def _make(call: Callable[[], _T], future: "Future[_T]") -> None:
+    """Make a call for a future."""
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(call())
+    except BaseException as exc:
+        future.set_exception(exc)
+    finally:
+        del future  # the error's traceback has this
 
 
 def _cancel_late(waiting: "Future[Any]") -> None:

@@ -225,6 +225,8 @@ class Inbox(Doors):
         except BaseException:
             self.forget(request)
             raise
+        finally:
+            del request, entered  # which hold the error, and its traceback this
 
     def forget(self, outcome: Outcome[Any]) -> None:
         """Cancel a request without waiting for that."""

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import product
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -21,6 +22,7 @@ from mcinfer import (
     Limits,
     Master,
     PredictError,
+    QueueFullError,
     RestartPolicy,
     Timeouts,
     WorkerDiedError,
@@ -69,6 +71,33 @@ def test_failed_requests_free_their_memory_at_once(fake_model: FakeModel, worker
             asyncio.run(fail_async(master))
             wait_until(lambda: master.statistics().memory_used_bytes == 0)
         assert len(kept) == 4
+
+
+@pytest.mark.parametrize("devices", [1, INLINE])
+def test_requests_that_are_refused_hold_no_inputs(fake_model: FakeModel, devices: Any) -> None:
+    async def ask(inputs: Inputs) -> None:
+        with pytest.raises(QueueFullError):
+            await master.predict_async(inputs, timeout=0.05)
+
+    def submit(inputs: Inputs) -> None:
+        with pytest.raises(QueueFullError):
+            master.submit(inputs, timeout=0.05)
+
+    limits = Limits(queue=1, when_queue_full="wait")
+    model = fake_model(when={"-1": "sleep:60"})
+    with ExitStack() as stack:
+        gc.disable()
+        stack.callback(gc.enable)
+        master = stack.enter_context(fake_master(model, devices, limits=limits))
+        held = master.submit(act(BAD))
+        calls: list[Callable[[Inputs], None]] = [submit, lambda inputs: asyncio.run(ask(inputs))]
+        for call in calls:
+            inputs = rows(1)
+            array = ref(inputs["x"])
+            call(inputs)
+            del inputs
+            wait_until(lambda array=array: array() is None)  # type: ignore[misc]
+        assert held.cancel()
 
 
 @pytest.mark.parametrize("devices", [1, INLINE])
