@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 import pytest
 
+from mcinfer.model_cache.cache import Cache
 from mcinfer.serve.messages import message
 from tests.command_line import COMMAND
 from tests.process.models import write_fake_model
@@ -113,7 +114,8 @@ def test_records_about_a_model_while_it_is_loaded_name_it(tmp_path: Path) -> Non
         (record,) = of_logger(server, "mcinfer.model_cache")  # of a worker
     about = {name: record[name] for name in ("model", "version", "worker", "device")}
     assert about == {"model": "encoder", "version": "3", "worker": 0, "device": "cpu:0"}
-    assert "prepared" in record["message"]
+    assert record["message"].startswith("preparing ")
+    wait_until(Cache(tmp_path / "cache").entries, PATIENCE)
     for file in tmp_path.glob("cache/*/*.onnx"):
         file.write_bytes(file.read_bytes()[:-1])
     with Server(*options, "--devices", "inline", env=env) as server:
