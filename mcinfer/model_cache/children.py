@@ -233,6 +233,10 @@ def main() -> int:
             watch_parent(task["parent"], channel.fileno())
         else:
             _go_on_alone()
+        with suppress(
+            OSError
+        ):  # its session has a share of the cores, of no priority yet: sched(7), autogroup
+            Path("/proc/self/autogroup").write_text(str(os.nice(0)), encoding="ascii")
         module, _, name = task["function"].partition(":")
         try:
             gc.disable()  # as in a worker: its looks for garbage take a twentieth of the imports' time
