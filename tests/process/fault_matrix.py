@@ -24,9 +24,9 @@ from mcinfer import (
     BuildError,
     ClosedError,
     Limits,
+    MemoryFullError,
     PredictError,
     PredictTimeoutError,
-    QueueFullError,
 )
 from tests.process.fault_pools import Pool
 from tests.process.fault_programs import (
@@ -63,7 +63,7 @@ RIGHT = Outcome("right answers")
 CLOSED = Outcome("closed", ClosedError)
 TIMED_OUT = Outcome("no answer within", PredictTimeoutError)
 NOT_READY = Outcome("not ready within", BuildError)
-MEMORY_FULL = Outcome("memory_bytes", QueueFullError)
+MEMORY_FULL = Outcome("memory_bytes", MemoryFullError)
 DESCRIPTORS_NEEDED = Outcome("descriptors are needed", BuildError)
 KILLED = Outcome("the program is killed", status=-signal.SIGKILL)
 TERMINATED = Outcome("the program is terminated", status=-signal.SIGTERM)
@@ -183,7 +183,7 @@ def _take_arena(pool: Pool) -> None:
     """Take all of the shared memory until `Pool.undo`."""
     kept: list[Inputs] = []
     pool.undo = kept.clear
-    with suppress(QueueFullError):
+    with suppress(MemoryFullError):
         while True:
             kept.append(pool.master.allocate({"x": (16, 4)}))
     if pool.hit:  # the request that waits for memory comes now
