@@ -32,7 +32,7 @@ import onnxruntime as ort
 from measuring import Lines, Series, Setting, main, markdown, spread
 from numpy.typing import NDArray
 
-from mcinfer import EngineOptions, Master, McinferError
+from mcinfer import Master, McinferError
 from mcinfer.ort import InferenceSession
 from mcinfer.requests.tensors import difference
 from mcinfer.sharding import Split
@@ -180,7 +180,7 @@ class _Check:
         session = InferenceSession(
             self._path,
             providers=self._session.get_providers(),
-            options=EngineOptions(prepare="always"),
+            prepare="always",
         )
         if not session.prepared:
             self.problems.append(f"inline: {session.why_plain}")

@@ -16,8 +16,8 @@ from tests.process.waiting import marked
 from tests.programs.program_cases import PROGRAMS, difference
 
 PLAIN: Sequence[str] = ()
-INLINE = ("-m", "mcinfer", "ort")
-WORKERS = (*INLINE, "--devices", "2")
+OURS = ("-m", "mcinfer", "ort")
+INLINE, WORKERS = (*OURS, "--prepare", "wait"), (*OURS, "--devices", "2")
 WAYS = pytest.mark.parametrize(
     ("launch", "tolerance"),
     [pytest.param(INLINE, 0.0, id="inline"), pytest.param(WORKERS, 1e-5, id="workers")],
