@@ -49,6 +49,7 @@ from mcinfer.errors import (
     QueueFullError,
     is_refusal,
 )
+from mcinfer.locks import Lock
 from mcinfer.logs import PoolLog
 from mcinfer.machine import check_tasks
 from mcinfer.private import ModelInMemory
@@ -164,7 +165,7 @@ class InlinePool(Doors):
         self._most_lanes = plan.threads
         self._trace = trace
         self._log = log
-        self._lock: Any = threading.RLock()
+        self._lock: Any = Lock()
         self._work = threading.Condition(self._lock)  # for the threads
         self._keeper = threading.Condition(self._lock)
         self._ended = threading.Condition(self._lock)  # a run, or the pool

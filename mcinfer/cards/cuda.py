@@ -56,6 +56,7 @@ from mcinfer.errors import (
     ProtocolError,
 )
 from mcinfer.extras import requires
+from mcinfer.locks import Lock
 
 MEMORY_VARIABLE = "MCINFER_CARD_MEMORY"
 """Environment variable: ``descriptors`` or ``handles``, in place of what the card supports best."""
@@ -225,7 +226,7 @@ class Card:
     """
 
     _opened: ClassVar[dict[int, "Card"]] = {}
-    _opening: ClassVar[threading.Lock] = threading.Lock()
+    _opening: ClassVar[Lock] = Lock()
 
     @classmethod
     def open(cls, device: Device) -> "Card":

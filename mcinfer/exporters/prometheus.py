@@ -6,7 +6,6 @@ sets call that label as the metric is called, so no query could be written for s
 """
 
 import re
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -15,6 +14,7 @@ from typing import Any, get_args
 
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.extras import requires
+from mcinfer.locks import Lock
 from mcinfer.master import Master
 from mcinfer.protocol import WorkerState
 from mcinfer.statistics import HealthState, Histogram, Statistics
@@ -180,7 +180,7 @@ class MasterCollector(Collector):
     """
 
     def __init__(self, master: Master, labels: Mapping[str, str] | None = None) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._names = tuple(labels) if isinstance(labels, Mapping) else ()
         self._masters: dict[Values, weakref.ref[Master]] = {}
         self.add(master, labels)

@@ -10,10 +10,10 @@ rank builds its models in the same order: the groups of a job have one key, one 
 """
 
 import os
-import threading
 from typing import ClassVar
 
 from mcinfer.errors import InvalidInputError
+from mcinfer.locks import Lock
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import RANK_TABLE, entries_of
@@ -51,7 +51,7 @@ def is_slice(path: str) -> bool:
 class Membership:
     """The part of this process in the group of one model: joined when it is needed."""
 
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[Lock] = Lock()
     _process: ClassVar[Ranks | None] = None  # the place of all models of this process
 
     def __init__(self, ranks: Ranks) -> None:

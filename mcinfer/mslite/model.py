@@ -1,7 +1,6 @@
 """`Model`: one model in this process; and, under upstream's module name, the runner of many workers."""
 
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -12,6 +11,7 @@ from weakref import WeakValueDictionary
 from numpy.typing import NDArray
 
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, is_refusal
+from mcinfer.locks import Lock
 from mcinfer.mslite._checks import (
     Sections,
     check_elements,
@@ -72,7 +72,7 @@ class _Built:
     dims: list[list[int]]
     owner: WeightOwner | None
     fixed: str  # why its fixed sizes cannot be changed; empty if they can
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Lock = field(default_factory=Lock)
 
 
 class Model:
@@ -83,7 +83,7 @@ class Model:
 
     def __init__(self) -> None:
         self._built: _Built | None = None
-        self._building = threading.Lock()
+        self._building = Lock()
         self._group: ModelGroup | None = None
 
     def __str__(self) -> str:

@@ -31,6 +31,7 @@ from onnxruntime.capi import onnxruntime_inference_collection as collection
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from mcinfer.errors import ClosedError, InvalidInputError, McinferError
+from mcinfer.locks import Lock
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.ort import inline
 from mcinfer.ort import options as noted
@@ -538,7 +539,7 @@ def _inline_option(given: Mapping[str, Any]) -> str:
 # Going over to the prepared model.
 
 
-_swapping = threading.RLock()
+_swapping = Lock()
 """Held for a moment, by who replaces or closes the native session of a session."""
 
 _switching = threading.Lock()
@@ -573,13 +574,13 @@ _WITH_THREADS: noted.ByIdentity[None] = noted.ByIdentity()
 """The sessions of this process that have threads, which a process that is forked opens again."""
 
 # Reentrant: a signal's handler may run another session meanwhile.
-_reopening = threading.RLock()
+_reopening = Lock()
 
 
 def _leave_sessions() -> None:
     global _reopening, _swapping, _switching
     # Another thread may have held them.
-    _reopening, _swapping, _switching = threading.RLock(), threading.RLock(), threading.Lock()
+    _reopening, _swapping, _switching = Lock(), Lock(), threading.Lock()
     for session in _WITH_THREADS.objects():
         _WITH_THREADS.discard(session)
         left = session.__dict__.pop("_sess", None)
@@ -595,7 +596,7 @@ os.register_at_fork(after_in_child=_leave_sessions)
 # In the place of ONNX Runtime's session, for programs that cannot be edited.
 
 _NAME = "InferenceSession"
-_CHANGING = threading.RLock()  # of a signal's handler, too
+_CHANGING = Lock()  # of a signal's handler, too
 
 
 def install(**defaults: Any) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import McinferError, PredictError, ProtocolError
+from mcinfer.locks import Lock
 from mcinfer.protocol import PREDICT, PREDICT_HEAD, TensorRef, encode_numbers, encode_references
 from mcinfer.requests.frames import Lease, Plan, Views, is_leased
 from mcinfer.requests.splitting import SplitState, Splitter
@@ -205,7 +206,7 @@ class _Gate:
     def __init__(self, outcome: Outcome[Any], owner: Owner) -> None:
         self._outcome = outcome
         self._owner = owner
-        self._lock: Any = threading.RLock()
+        self._lock: Any = Lock()
         self._seen = False
 
     @property
@@ -216,7 +217,7 @@ class _Gate:
         if self.settled:
             return
         self._owner.check_wait()
-        self._lock.acquire()
+        self._lock.__enter__()
         self._seen = False
 
     def release(self) -> None:

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from mcinfer.errors import McinferError, PredictError
+from mcinfer.locks import Lock
 
 _MAX_THREADS = 8  # calls beyond these wait for a thread, first come first served
 
@@ -30,7 +31,7 @@ class WaitingThreads:
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
         # Reentrant: a signal's handler, or a finalizer, may interrupt a method and call `close`.
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._pid = os.getpid()

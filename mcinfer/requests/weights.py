@@ -11,7 +11,6 @@ to the requests that run with it; when the last of these is gone, its memory is 
 """
 
 import reprlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, ProtocolError
+from mcinfer.locks import Lock
 from mcinfer.protocol import TensorRef, UpdateWeights, encode
 from mcinfer.requests.tensors import Copier, as_input
 from mcinfer.shm.arena import Slot
@@ -59,7 +59,7 @@ class WeightStore:
         self._by_name = {spec.name: spec for spec in specs}
         self._allocate = allocate
         self._copier = copier
-        self._updating = threading.Lock()
+        self._updating = Lock()
         self.current = WeightVersion(number=0)
         self._alive = WeakValueDictionary({0: self.current})
 

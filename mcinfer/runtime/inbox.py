@@ -28,6 +28,7 @@ from mcinfer.errors import (
     PredictTimeoutError,
     QueueFullError,
 )
+from mcinfer.locks import Lock
 from mcinfer.requests.planner import Place
 from mcinfer.requests.request import Outcome, Request
 from mcinfer.runtime.admission import Admission, Allocation, refuse
@@ -78,7 +79,7 @@ class Doors:
     def __init__(self, limits: Limits) -> None:
         self.refused = dict.fromkeys(REFUSALS, 0)
         # A signal's handler may be refused as well, and wait for the loop, which has counts of its own.
-        self._refusing = threading.RLock()
+        self._refusing = Lock()
         self.start_claims = [True]
         self.opened = self.closing = self.finished = False
         self.failure: McinferError | None = None
