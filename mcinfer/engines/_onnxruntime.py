@@ -163,7 +163,9 @@ _NAMELESS = (None, "", "?", -1)
 """How the runtime (1.31), and exporters, write a dimension without a name."""
 
 
-def prepared(request: EngineRequest, progress: Progress | None = None) -> Preparation:
+def prepared(
+    request: EngineRequest, progress: Progress | None = None, claim: int | None = None
+) -> Preparation:
     """The prepared form of a model, made if there is none yet; `BuildError` if it cannot be as requested.
 
     See `mcinfer.engines.preparation.find_or_make`.
@@ -175,7 +177,7 @@ def prepared(request: EngineRequest, progress: Progress | None = None) -> Prepar
             f"concurrent_runs: got {runs} for {request.device}, expected 1: with the "
             f"{providers.NAMES[provider]}, a worker executes one run at a time"
         )
-    return find_or_make(request, RUNTIME, progress)
+    return find_or_make(request, RUNTIME, progress, claim)
 
 
 def facts(request: EngineRequest) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import platform
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -48,12 +47,14 @@ from mcinfer.model_cache.cache import (
     Cache,
     CacheUnusableError,
     Held,
+    claim_key,
     disk_bytes,
     entry_key,
     is_key,
+    model_content,
 )
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_beside, run_child
-from mcinfer.model_cache.keys import ModelContent, read_content, sketch
+from mcinfer.model_cache.keys import ModelContent
 from mcinfer.model_cache.onnx_files import added_inputs, check_regular, scan
 from mcinfer.private import in_words, inherited, model_name, naming_limit
 from mcinfer.protocol import MAX_NOTE, MAX_NOTES, TensorFields
@@ -128,7 +129,10 @@ class Preparation:
 
 
 def find_or_make(
-    request: EngineRequest, runtime: Runtime, progress: Progress | None = None
+    request: EngineRequest,
+    runtime: Runtime,
+    progress: Progress | None = None,
+    claim: int | None = None,
 ) -> Preparation:
     """The prepared form of the request's model; makes it, or has it made, if there is none yet.
 
@@ -136,6 +140,7 @@ def find_or_make(
         request: The model, and how to load it.
         runtime: That of the engine which will load it.
         progress: Called while it is made.
+        claim: The caller's `Cache.claim` of the model, if it has one.
 
     Raises:
         BuildError: The model is a prepared one already, for another runtime or CPU; or weights that are to be
@@ -163,9 +168,7 @@ def find_or_make(
         if prepare in ("auto", "background") and request.device.kind == "cpu":
             held = Cache.default().open(entry_key(facts))
             if held is None:
-                # Whether the files were read whole by now or not: one claim.
-                same = replace(content, digest=sketch(content.stamps))
-                return _make_beside(request, runtime, entry_key(facts_of(request, runtime, same)))
+                return _make_beside(request, runtime, claim_key(content), claim)
         else:
             held = _making(request, content, progress).open(facts)
     except BuildError as exc:
@@ -195,10 +198,12 @@ def _making(request: EngineRequest, content: ModelContent, progress: Progress | 
     )
 
 
-def _make_beside(request: EngineRequest, runtime: Runtime, key: str) -> Preparation:
-    """Have one process of all make an entry; the model is loaded as it is meanwhile."""
+def _make_beside(
+    request: EngineRequest, runtime: Runtime, key: str, claim: int | None
+) -> Preparation:
+    """Have one process of all prepare a model; it is loaded as it is meanwhile."""
     cache, name = Cache.default(), in_words(request.model, request.model)
-    claim, failure = cache.claim(key)
+    claim, failure = cache.claim(key) if claim is None else (os.dup(claim), "")
     if failure:
         return Preparation(notes=(f"{OWN_COPY}: it could not be prepared lately: {failure}",))
     if claim is not None:
@@ -223,7 +228,7 @@ def _make_beside(request: EngineRequest, runtime: Runtime, key: str) -> Preparat
 def make_claimed(
     _: Progress, plain: Mapping[str, Any], runtime: Mapping[str, Any], key: str
 ) -> None:
-    """Make the entry that this process has the claim of; at most one process of all does that at a time."""
+    """Prepare the model that this process has the claim of; at most one process does that at a time."""
     cache, request = Cache.default(), request_of(plain)
     turn = cache.await_turn()
     try:
@@ -249,27 +254,12 @@ def _is_prepared_for(request: EngineRequest) -> bool:
     return request.device.kind == "cpu"
 
 
-def content_of(
-    request: EngineRequest, *, any_format: bool = False, unless_new: bool = False
-) -> ModelContent:
-    """The content of the request's model, read or remembered.
-
-    With `unless_new`, a model that surely was not prepared before is not read whole.
-
-    Raises as `read_content`.
-    """
+def content_of(request: EngineRequest, *, any_format: bool = False) -> ModelContent:
+    """The content of the request's model, read or remembered; raises as `model_content`."""
     if request.content is not None:
         return request.content
     folder = request.options.session_config.get(FOLDER_KEY)
-    memory = known = None
-    if is_large(request.model, folder):  # small ones are read as fast
-        with suppress(CacheUnusableError):
-            if unless_new:
-                known = Cache.default().sketches()
-            memory = Cache.default().notes("sources")
-    return read_content(
-        request.model, folder=folder, memory=memory, any_format=any_format, known=known
-    )
+    return model_content(request.model, folder, any_format=any_format)
 
 
 def readable_content(request: EngineRequest) -> ModelContent | None:
@@ -512,7 +502,7 @@ class Making:
             _record_failure(folder, error, content.size)
         name = f"{model_name(model)}{self.kind}"
         about: dict[str, Any] = {"name": name, "bytes": content.size, "seconds": seconds}
-        about["sketch"] = sketch(content.stamps)
+        about["sketch"] = content.sketch
         if not inherited(model):  # else it has no path
             about["files"] = content.stamps
         (folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")

@@ -45,7 +45,8 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.model_cache import file_states
+from mcinfer.model_cache import file_states, is_large
+from mcinfer.model_cache.keys import ModelContent, read_content
 from mcinfer.private import Descriptor, check_own, leads_to, take_lock
 
 MANIFEST = "manifest.json"
@@ -331,6 +332,32 @@ def is_locked(folder: Path) -> bool:
     return lock is None
 
 
+# Models that are to be prepared.
+
+
+def model_content(
+    model: str, folder: str | None, *, any_format: bool = False, unless_new: bool = False
+) -> ModelContent:
+    """The content of a model, read or remembered in the cache of this user.
+
+    With `unless_new`, a model that surely was not prepared before is not read whole.
+
+    Raises as `read_content`, and as `Cache.default`, but for a cache that cannot be used.
+    """
+    memory = known = None
+    if is_large(model, folder):  # small ones are read as fast
+        with suppress(CacheUnusableError):
+            if unless_new:
+                known = Cache.default().sketches()
+            memory = Cache.default().notes("sources")
+    return read_content(model, folder=folder, memory=memory, any_format=any_format, known=known)
+
+
+def claim_key(content: ModelContent) -> str:
+    """The key of a claim to prepare a model: the same however it is to be prepared."""
+    return entry_key({"sketch": content.sketch})
+
+
 # The folder of all entries.
 
 _log = logging.getLogger("mcinfer.model_cache")
@@ -542,11 +569,14 @@ class Cache:
         return held
 
     def claim(self, key: str) -> tuple[int | None, str]:
-        """Claim an entry, to make it beside its users: one process of all has the claim.
+        """Claim a model, to prepare it beside its users: one process of all has the claim.
+
+        Args:
+            key: `claim_key`.
 
         Returns:
             The claim, a descriptor for the caller to close or to hand on, which `settle` ends; or None if
-            another process has it, or if making it has failed within the last hour; and why.
+            another process has it, or if preparing it has failed within the last hour; and why.
         """
         with unusable(self.folder):
             place, failure = self.notes(_BACKGROUND) / key, ""
@@ -558,7 +588,7 @@ class Cache:
             return None if failure else take_lock(place), failure
 
     def settle(self, key: str, failure: str = "") -> None:
-        """Say of a claimed entry that it was made, or why it could not be."""
+        """Say of a claimed model that it is prepared, or why it could not be."""
         place = self.folder / _BACKGROUND / key
         with suppress(OSError):  # no room even for that
             if failure:
@@ -580,6 +610,11 @@ class Cache:
             check_own(self.folder)
             return [self._about(*stored) for stored in self._stored()]
         return []
+
+    def is_new(self, content: ModelContent) -> bool:
+        """Whether a model surely has no entry, whatever its options."""
+        known = self.sketches()
+        return known is not None and content.sketch not in known
 
     def sketches(self) -> set[str] | None:
         """The `keys.sketch` of all models that were prepared; None if that is not known of one."""

@@ -59,6 +59,11 @@ class ModelContent:
     ragged: str = ""
 
     @property
+    def sketch(self) -> str:
+        """The `sketch` of the files, also if they were read whole."""
+        return self.digest if self.digest.startswith(_SKETCH) else sketch(self.stamps)
+
+    @property
     def size(self) -> int:
         return sum(stamp.size for stamp in self.stamps)
 

@@ -32,7 +32,9 @@ from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
 
 if TYPE_CHECKING:
+    from mcinfer.config import PrepareKind
     from mcinfer.model_cache.cache import Held
+    from mcinfer.model_cache.keys import ModelContent
 
 PREPARE = ("background", "wait", "switch", "always", "never")
 """What the argument `prepare` of a session may be."""
@@ -98,11 +100,48 @@ def _prepared_file(
 ) -> "tuple[str, Held | None]":
     if prepare != "always" and not is_large(path, data):
         return _SMALL, None
-    # From here on the model will be prepared, if it can be: small ones need none of these modules.
-    from mcinfer.config import Device, EngineOptions, PrepareKind
+    # Small models need none of these modules.
+    from mcinfer.model_cache.cache import Cache, CacheUnusableError, claim_key, model_content
+
+    # Its size was looked at, and the notes say why it cannot be.
+    way: PrepareKind = "background" if prepare in ("background", "switch") else "always"
+    # To read a new model would hold its session up.
+    content = model_content(path, data, unless_new=way == "background")
+    if content.random:  # from a seed and the node's number in the graph
+        return f"{content.random} draws random numbers, others where the graph is optimised", None
+    claim, key = None, ""
+    if way == "background":
+        with suppress(CacheUnusableError):
+            cache = Cache.default()
+            if cache.is_new(content):
+                # Processes of a service start together: all but one need not load what follows.
+                claim, failure = cache.claim(key := claim_key(content))
+                if claim is None and not failure:
+                    return COMING, None
+    why, held = "", None
+    try:
+        why, held = _prepared_content(path, data, folder, options, way, content, claim)
+        return why, held
+    finally:
+        if claim is not None:
+            if why != COMING:
+                cache.settle(key)
+            os.close(claim)
+
+
+def _prepared_content(
+    path: str,
+    data: str | None,
+    folder: str,
+    options: Any,
+    way: "PrepareKind",
+    content: "ModelContent",
+    claim: int | None,
+) -> "tuple[str, Held | None]":
+    from mcinfer.config import Device, EngineOptions
     from mcinfer.engines import _onnxruntime as runtime
     from mcinfer.engines.base import EngineRequest
-    from mcinfer.engines.preparation import OWN_COPY, content_of
+    from mcinfer.engines.preparation import OWN_COPY
 
     try:
         passed = noted.passed(
@@ -117,8 +156,6 @@ def _prepared_file(
         return "sess_options have initialisers", None
     if passed.optimised:
         return "SessionOptions.optimized_model_filepath was set", None
-    # Its size was looked at, and the notes say why it cannot be.
-    way: PrepareKind = "background" if prepare in ("background", "switch") else "always"
     engine = passed.engine
     for key in engine.session_config:
         if key.startswith(_UNPREPARED):
@@ -126,6 +163,7 @@ def _prepared_file(
     request = EngineRequest(
         model=path,
         device=Device.parse("cpu:0"),
+        content=content,
         options=replace(
             engine,
             threads=1,
@@ -134,11 +172,7 @@ def _prepared_file(
             session_config={**engine.session_config, **({FOLDER_KEY: data} if data else {})},
         ),
     )
-    # To read a new model would hold its session up.
-    content = content_of(request, unless_new=way == "background")
-    if content.random:  # from a seed and the node's number in the graph
-        return f"{content.random} draws random numbers, others where the graph is optimised", None
-    found = runtime.prepared(replace(request, content=content))
+    found = runtime.prepared(request, claim=claim)
     if found.is_coming:
         return COMING, None
     return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held

@@ -106,6 +106,35 @@ def test_processes_that_start_at_once_prepare_a_model_once(
     await_entry(cache)
 
 
+def test_others_load_nothing_to_prepare_a_model_that_one_process_sees_to(
+    model: Path, cache: Cache, slow: Callable[[], None]
+) -> None:
+    text = OPEN + "say('mcinfer.engines.preparation' in sys.modules)\n"
+    assert ort.InferenceSession(model).why_plain == COMING
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    assert ort.InferenceSession(model, options).why_plain == COMING  # in this way at the next start
+    with Program(PREAMBLE + text, model) as program:
+        ended = program.wait(timeout=PATIENCE)
+    assert ended.out.splitlines()[-2:] == [f"why: {COMING}", "False"]
+    assert len(beside()) == 1
+    slow()
+    await_entry(cache)
+    assert ort.InferenceSession(model).prepared
+    assert ort.InferenceSession(model, options).why_plain == COMING
+    wait_until(lambda: len(cache.entries()) == 2 and not beside(), timeout=PATIENCE)
+    assert ort.InferenceSession(model, options).prepared
+
+
+def test_model_that_cannot_be_shared_leaves_no_claim(model: Path, cache: Cache) -> None:
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.save_model_format", "ONNX")
+    assert "was set" in ort.InferenceSession(model, options).why_plain
+    assert os.listdir(cache.folder / "background") == []
+    assert ort.InferenceSession(model).why_plain == COMING
+    await_entry(cache)
+
+
 def test_process_that_was_stopped_leaves_the_claim_to_the_next_start(
     model: Path, cache: Cache, slow: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
