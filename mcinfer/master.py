@@ -488,8 +488,8 @@ class Master:
             output_axes: As in `Master`, for this call. It overrides the master's, name by name.
             shards: Most pieces to cut the batch into, evenly; None is one for each run that the workers that
                 serve execute at once; 1 runs it whole on one worker, as `submit` does.
-            priority: Among requests that wait for a worker, higher priorities go first. At most seven runs
-                in a row pass over a waiting request.
+            priority: Among requests that wait for a worker, higher priorities go first. The one that
+                waits for longest has its turn after some such runs (docs/architecture.md).
             outputs: Names of the outputs to return; None is all. The model computes all of them in any case.
             outputs_on: ``"host"`` for NumPy arrays; ``"cuda:0"`` for CuPy arrays on that card, and
                 ``"device"`` on the pool's first card. Their memory is used again once the last view of
@@ -505,7 +505,7 @@ class Master:
             InvalidInputError: The inputs do not fit the model, or nothing says how to join an output although
                 the call says how to cut inputs. Nothing was sent.
             PredictError: A run raised, or the shards' answers contradict the split.
-            WorkerDiedError: Three workers died on one shard, or no worker is left.
+            WorkerDiedError: Several workers died on one shard, or no worker is left.
             PredictTimeoutError: The time-out passed.
             QueueFullError: A limit was reached.
             MissingDependencyError: The package cuda-bindings or CuPy is needed, and not installed.

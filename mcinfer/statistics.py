@@ -14,9 +14,9 @@ _RENARD = "1 1.12 1.25 1.4 1.6 1.8 2 2.24 2.5 2.8 3.15 3.55 4 4.5 5 5.6 6.3 7.1 
 """The preferred numbers R20 of ISO 3: each is 11 to 14.3 % more than the one before."""
 
 LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in map(float, _RENARD.split()))
-"""Upper bounds of the latency buckets in seconds, from 0.1 ms to 900 s.
+"""Upper bounds of the latency buckets in seconds.
 
-A quantile from 0.1 ms on is the true one, or up to 14.3 % more.
+A quantile from the first one on is the true one, or more by a step of `_RENARD` at most.
 """
 
 ROW_BOUNDS = tuple(float(1 << n) for n in range(13))
@@ -73,7 +73,7 @@ class Histogram:
     def quantile(self, fraction: float) -> float:
         """The upper bound of the bucket that holds this quantile: 0.99 is the 99th percentile.
 
-        So it is never less than the true one. Of latencies from 0.1 ms on it is 14.3 % more at most.
+        So it is never less than the true one; docs/observability.md says by how much it may be more.
         NaN if there is no value; infinite for the last bucket, which has no bound.
 
         Raises:

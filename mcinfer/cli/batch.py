@@ -100,7 +100,7 @@ def plan_requests(
         model: The model's inputs and outputs.
         arrays: By input.
         workers: Over how many a request is split. It has rows for each, where that is possible.
-        rows: Rows of a request; None: 64 for each worker, or as many as have 64 MiB of inputs and outputs.
+        rows: Rows of a request; None: `_WORKER_ROWS` for each worker, or as many as fit `_REQUEST_BYTES`.
         split: None, or one that does not split: the whole batch is one request.
     """
     plan = sharding.cut_batch(model, [arrays[spec.name].shape for spec in model.inputs], 1, split)

@@ -68,7 +68,7 @@ class Work:
 
 @contextmanager
 def showing_work(what: str, total: float | None = None, unit: str = "") -> Iterator[Work]:
-    """A bar with the time left, which is gone at the end; a line each 10 s where it cannot be drawn.
+    """A bar with the time left, which is gone at the end; lines now and then where it cannot be drawn.
 
     Args:
         what: The work, in a word or two.

@@ -18,7 +18,7 @@ its copies for as long as it serves."""
 
 
 def is_waited_for(model: str | os.PathLike[str], folder: str | None, workers: int) -> bool:
-    """Whether a pool waits for its prepared model: where its further copies would take more than 256 MiB.
+    """Whether a pool waits for its prepared model: where its copies beside the first would take too much.
 
     Raises as `is_large`.
     """

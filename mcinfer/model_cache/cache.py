@@ -428,7 +428,7 @@ class Cache:
     def limit_bytes(self) -> int:
         """Disk space above which unused entries are removed.
 
-        Unless it was given, the smaller of 50 GiB and a quarter of what its file system has free or the
+        Unless it was given, `_DEFAULT_LIMIT_BYTES`, or less: a share of what its file system has free or the
         cache takes.
         """
         if self._limit_bytes is not None:
@@ -576,7 +576,7 @@ class Cache:
 
         Returns:
             The claim, a descriptor for the caller to close or to hand on, which `settle` ends; or None if
-            another process has it, or if preparing it has failed within the last hour; and why.
+            another process has it, or if preparing it has failed lately; and why.
         """
         with unusable(self.folder):
             place, failure = self.notes(_BACKGROUND) / key, ""
@@ -668,8 +668,8 @@ class Cache:
     def evict(self) -> int:
         """Remove entries beyond the limit, and what crashes left.
 
-        Those go first whose model is gone or has changed and that were unused for a week, then the least
-        recently used. Entries in use stay, and count towards the limit. Returns the bytes freed.
+        Those go first whose model is gone or has changed and that were unused for `_STALE_SECONDS`, then the
+        least recently used. Entries in use stay, and count towards the limit. Returns the bytes freed.
         """
         return self._shrink(self.limit_bytes)[0]
 

@@ -108,8 +108,8 @@ def run_beside(
     """Call a function in a process of its own, which others do not wait for and which may outlive this one.
 
     It has the lowest priority for processor and disk, is the first that the kernel ends where memory runs
-    out, and ends after four hours at most. The arguments are those of `run_child`; `failed` is called in a
-    thread with the text of an error, if this process is still there and SIGTERM did not end that one.
+    out, and ends after `_MAX_SECONDS` at most. The arguments are those of `run_child`; `failed` is called in
+    a thread with the text of an error, if this process is still there and SIGTERM did not end that one.
 
     Raises:
         ChildFailedError: The process could not be started.

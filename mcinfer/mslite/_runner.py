@@ -60,9 +60,8 @@ class RunnerConfig(ParallelOptions):
 
     Args:
         context: Where the workers run; None is the CPU.
-        workers_num: Number of workers; 0 is MindSpore Lite's own rule (2 up to 16 cores, then one for each
-            8), cores / threads if the context names threads, and one for each of `device_ids` on an
-            accelerator.
+        workers_num: Number of workers; 0 is MindSpore Lite's own rule (`mcinfer.config.automatic_workers`),
+            cores / threads if the context names threads, and one for each of `device_ids` on an accelerator.
         config_info: Sections of entries, ``dict[str, dict[str, str]]``.
         config_path: A configuration file, whose entries `config_info` overrides.
         device_ids: The workers' devices in turn: worker i runs on ``device_ids[i % n]``.

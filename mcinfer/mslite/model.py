@@ -369,7 +369,7 @@ class ModelGroup:
     """Models of this process that share what they can.
 
     ``SHARE_WEIGHT``: a model is prepared before it is loaded, and all models of its file map one copy of its
-    weights, as workers do: ONNX models on the CPU, of 16 MiB and more.
+    weights, as workers do: ONNX models on the CPU, but for small ones (docs/weights.md).
     ``SHARE_WORKSPACE``: the models of this process use one arena of ONNX Runtime for memory between
     operators, in place of one each. As in MindSpore Lite, such a group names its models by path.
     ``SHARE_WEIGHT_WORKSPACE``: both. Something other than these flags is a RuntimeError.

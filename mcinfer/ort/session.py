@@ -98,7 +98,7 @@ class InferenceSession(PlainSession):  # type: ignore[misc,valid-type] # no type
             whole CPU.
         provider_options: Their options, if `providers` has names alone.
         devices: As in `mcinfer.Master`; None and ``"inline"`` are inline.
-        prepare: For an inline session on a model of 16 MiB or more that is not prepared yet.
+        prepare: For an inline session on a model that is not prepared yet, nor small (docs/weights.md).
             ``"background"``, the default: the session opens plain, and stays so; those that are opened later
             map the prepared model. ``"switch"``: it opens plain, and goes over to the prepared model between
             two runs; a run that has begun ends on the plain one. What the program has taken from the native

@@ -271,8 +271,8 @@ def _compared(
 def tolerance(element_type: str) -> float:
     """The largest difference that is allowed, relative to the largest magnitude of an output.
 
-    Sums over ranks are rounded in another order than the model's own: 1e-5 for float32, 1e-10 for float64,
-    2e-2 for narrower floats, and nothing for integers, booleans and strings.
+    Sums over ranks are rounded in another order than the model's own. Integers, booleans and strings have to
+    be equal.
     """
     if element_type in _TOLERANCE:
         return _TOLERANCE[element_type]
