@@ -282,13 +282,14 @@ class EngineOptions(Options):
         cores: By worker index, the operating-system cores to pin it to, in place of its share: of all cores
             for a CPU worker; a worker on a card has none, and those of the card's NUMA node may suit it.
         prepare: Whether to prepare a model once in a cache folder, so that all workers map one copy of its
-            weights, and whether to wait for that. But for small models (docs/weights.md has the sizes):
-            ``"background"`` loads one that is not prepared yet as it is, and has a process of low priority
-            prepare it for workers that start later; ``"wait"`` prepares it first; ``"auto"`` waits if the
-            pool's copies beside the first would take much memory. Of any size: ``"always"`` waits,
-            ``"never"`` does without. What cannot be prepared is loaded as it is. Only for ONNX Runtime, on
-            the CPU and on CUDA devices (which wait; ``"auto"``: those with several workers, which share the
-            weights); for TensorRT and OpenVINO, whether to keep what they build, for quicker starts.
+            weights, and whether to wait for that. Small models (docs/weights.md says which) are loaded as
+            they are. Others: ``"background"`` loads one that is not prepared yet as it is, and has a process
+            of low priority prepare it for workers that start later; ``"wait"`` prepares it first; ``"auto"``
+            waits if the pool's copies beside the first would take much memory. Of any size: ``"always"``
+            waits, ``"never"`` does without. What cannot be prepared is loaded as it is. Only for ONNX
+            Runtime, on the CPU and on CUDA devices (which wait; ``"auto"``: those with several workers,
+            which share the weights); for TensorRT and OpenVINO, whether to keep what they build, for quicker
+            starts.
         variable_weights: Names of weights (ONNX: initialisers) that `Master.update_weights` may replace.
             The engine cannot prepack them as it does constant ones, so runs may be slower.
         allow_fallback: Whether a worker may use another provider than its device's (ONNX Runtime falls back

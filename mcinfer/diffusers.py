@@ -22,7 +22,6 @@ import inspect
 import json
 import os
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +40,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.extras import requires
+from mcinfer.locks import Turn
 from mcinfer.master import Master
 from mcinfer.private import SerializableModel, alone_in, opened_folder
 from mcinfer.specs import TensorSpec
@@ -528,7 +528,7 @@ def export(
     return paths
 
 
-_EXPORTER = threading.Lock()
+_EXPORTER = Turn()
 """Held by an export: PyTorch's exporter fails in two threads at once."""
 
 _DENOISERS = ("unet", "transformer")

@@ -37,9 +37,9 @@ from weakref import ref
 import numpy as np
 
 from mcinfer.config import INLINE, Device, EngineOptions, PoolPlan
-from mcinfer.engines.adapters import open_engine
+from mcinfer.engines.adapters import described, open_engine
 from mcinfer.engines.base import Buffer, Engine, EngineRequest, RunCancelledError
-from mcinfer.engines.preparation import described, readable_content
+from mcinfer.engines.preparation import readable_content
 from mcinfer.errors import (
     BuildError,
     ClosedError,

@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.extras import requires
-from mcinfer.locks import Lock
+from mcinfer.locks import Turn
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.private import SerializableModel
@@ -108,7 +108,7 @@ class Predictor:
 
     def _prepare(self) -> None:
         """Set up what is not pickled."""
-        self._lock = Lock()
+        self._lock = Turn()
         self._master: Master | None = None
         self._closed = False
 

@@ -16,7 +16,7 @@ _RENARD = "1 1.12 1.25 1.4 1.6 1.8 2 2.24 2.5 2.8 3.15 3.55 4 4.5 5 5.6 6.3 7.1 
 LATENCY_BOUNDS = tuple(m * 10.0**e for e in range(-4, 3) for m in map(float, _RENARD.split()))
 """Upper bounds of the latency buckets in seconds.
 
-A quantile from the first one on is the true one, or more by a step of `_RENARD` at most.
+docs/observability.md says how far a quantile may be from the true one.
 """
 
 ROW_BOUNDS = tuple(float(1 << n) for n in range(13))

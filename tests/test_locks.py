@@ -1,17 +1,22 @@
-"""The lock that a signal's handler may interrupt: it is left as it was, whatever the handler raises."""
+"""Locks that a signal's handler may interrupt: they are left as they were, whatever the handler raises."""
 
 import signal
+import threading
 from contextlib import suppress
 
-from mcinfer.locks import Lock
+import pytest
+
+from mcinfer.locks import Lock, Turn
 from tests.interrupts import Interrupted
 
 _EVERY = 0.001  # seconds between two signals
 _COUNT = 300
 
 
-def test_exception_of_a_handler_never_leaves_it_held() -> None:
-    lock, armed, came = Lock(), False, 0
+@pytest.mark.parametrize("depth", [1, 2])
+def test_exception_of_a_handler_never_leaves_it_held(depth: int) -> None:
+    lock: Lock = Turn() if depth == 1 else Lock()
+    armed, came = False, 0
 
     def handler(*_: object) -> None:
         nonlocal armed, came
@@ -23,8 +28,10 @@ def test_exception_of_a_handler_never_leaves_it_held() -> None:
         nonlocal armed
         armed = True
         while True:
-            with lock, lock:
-                pass
+            with lock:
+                if depth > 1:
+                    with lock:
+                        pass
 
     before = signal.signal(signal.SIGVTALRM, handler)
     try:
@@ -36,3 +43,23 @@ def test_exception_of_a_handler_never_leaves_it_held() -> None:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+def test_turn_is_refused_to_the_thread_that_has_it_and_others_wait() -> None:
+    turn, order = Turn(), list[str]()
+
+    def other() -> None:
+        with turn:
+            order.append("other")
+
+    thread = threading.Thread(target=other)
+    with turn:
+        thread.start()
+        with (
+            pytest.raises(RuntimeError, match="a signal's handler called what it has interrupted"),
+            turn,
+        ):
+            pass
+        order.append("first")
+    thread.join(20.0)
+    assert order == ["first", "other"]

@@ -56,7 +56,7 @@ from mcinfer.errors import (
     ProtocolError,
 )
 from mcinfer.extras import requires
-from mcinfer.locks import Lock
+from mcinfer.locks import Turn
 
 MEMORY_VARIABLE = "MCINFER_CARD_MEMORY"
 """Environment variable: ``descriptors`` or ``handles``, in place of what the card supports best."""
@@ -226,7 +226,7 @@ class Card:
     """
 
     _opened: ClassVar[dict[int, "Card"]] = {}
-    _opening: ClassVar[Lock] = Lock()
+    _opening: ClassVar[Turn] = Turn()
 
     @classmethod
     def open(cls, device: Device) -> "Card":

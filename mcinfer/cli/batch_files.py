@@ -68,7 +68,7 @@ _Array = NDArray[Any]
 
 
 def stamp(descriptor: int) -> dict[str, Any]:
-    """The size and a digest of a file; the digest of a large file is of `_SAMPLES`.
+    """The size and a digest of a file; the digest of a large file is of `_SAMPLES` pieces.
 
     The end is among the samples: there an .npz file has the check sums of all its arrays.
     """

@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -40,6 +39,7 @@ from mcinfer.errors import (
     PredictError,
 )
 from mcinfer.extras import install
+from mcinfer.locks import Turn
 from mcinfer.private import PrivateFolder
 from mcinfer.specs import ModelSpec, TensorSpec, numpy_dtype
 
@@ -62,7 +62,7 @@ _UNKNOWN_RANK = -2  # a shape of this one size may be any shape
 
 _CALL_STACK = re.compile(r"\n*-{20,}\n- C\+\+ Call Stack.*", re.DOTALL)
 
-_TURN = threading.Lock()
+_TURN = Turn()
 """Held to load, compile or run: all models of the process share one runtime."""
 
 _PHASE = "graph_load_from_mindir"  # the phase in which `GraphCell.__call__` compiles and runs

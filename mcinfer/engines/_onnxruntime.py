@@ -8,7 +8,6 @@ import mmap
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from copy import copy
@@ -61,6 +60,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.extras import requires
+from mcinfer.locks import Turn
 from mcinfer.model_cache import FOLDER_KEY, onnx_files
 from mcinfer.model_cache.cache import MODEL_FILE
 from mcinfer.model_cache.children import Progress
@@ -148,7 +148,7 @@ _MAX_BYTES_INSIDE = (1 << 10, 1 << 16)
 """Smaller weights stay in the graph. Shapes must, since the runtime reads them before it maps anything: if
 the first limit is too small for a shape, the runtime names `_OUTSIDE`, and the second limit is tried."""
 
-_REGISTERING = threading.Lock()
+_REGISTERING = Turn()
 """Held while the shared arena is made: `cache` alone lets first calls in side by side."""
 
 _SILENT = 4

@@ -25,7 +25,6 @@ import json
 import logging
 import re
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from copy import copy
@@ -59,6 +58,7 @@ from mcinfer.errors import (
     shortened,
 )
 from mcinfer.extras import requires
+from mcinfer.locks import Lock
 from mcinfer.model_cache import is_large
 from mcinfer.model_cache.cache import ABOUT_FILE, Cache, CacheUnusableError
 from mcinfer.model_cache.onnx_files import Shapes, openvino_shapes, scan
@@ -322,10 +322,10 @@ class _Model:
     """
 
     def __init__(self, request: EngineRequest, inputs: Shapes) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.running: dict[_Request, OpenVinoEngine] = {}
         self._request, self._inputs = request, inputs
-        self.alone = threading.RLock()
+        self.alone = Lock()
         self.current: Any = None
 
     def compiled(self) -> Any:

@@ -6,7 +6,7 @@ A module has a function `load`, which gives an `Engine` for an `EngineRequest`. 
 gets, and `facts`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from mcinfer.config import EngineOptions
 from mcinfer.engines.base import LACKS, Engine, EngineRequest, memory_limit
 from mcinfer.engines.names import ENGINES
+from mcinfer.engines.preparation import identity
 from mcinfer.errors import (
     BuildError,
     EngineError,
@@ -23,7 +24,10 @@ from mcinfer.errors import (
 )
 from mcinfer.model_cache.children import Progress
 from mcinfer.model_cache.onnx_files import check_regular
+from mcinfer.private import in_words
 from mcinfer.process import give_back_freed_memory
+from mcinfer.protocol import MAX_NOTE, MAX_NOTES, TensorFields
+from mcinfer.specs import TensorSpec
 
 _MAX_NAME_CHARACTERS = 1 << 20
 """Characters in all names of inputs, outputs and replaceable weights, which messages carry."""
@@ -143,3 +147,38 @@ def prepared_facts(name: str, request: EngineRequest) -> dict[str, Any]:
         return dict(module.facts(request))
     except OSError as exc:
         raise BuildError(f"{request.model}: {exc}") from exc
+
+
+def described(engine: Engine, request: EngineRequest, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """What a master learns of a model that an engine has loaded: fields of BUILD_FINISH.
+
+    `notes` are further remarks for the user, before the engine's.
+
+    Raises:
+        BuildError: The model's files are others than `EngineRequest.content` says.
+    """
+    about, content = engine.description, request.content
+    facts = {
+        "inputs": _fields(engine.spec.inputs),
+        "outputs": _fields(engine.spec.outputs),
+        "weights": _fields(engine.weights),
+        "providers": engine.providers,
+        "concurrent": engine.concurrent,
+        "reaches": engine.reaches,
+        "about": dict(about.about),
+        "properties": dict(about.properties),
+        "overridable": _fields(about.overridable),
+        "provider_options": {n: dict(given) for n, given in about.provider_options.items()},
+    }
+    if content is not None:
+        if not content.unchanged():
+            raise BuildError(f"{request.model} was changed while it was loaded")
+        facts["model"] = identity(request, content, engine.version)
+        facts |= {"random": content.random, "ragged": content.ragged}
+    notes = [*notes, *(in_words(note, request.model) for note in engine.notes)]
+    facts["notes"] = tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES])
+    return facts
+
+
+def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
+    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)

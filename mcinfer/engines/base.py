@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mcinfer import machine
 from mcinfer.config import NOT_PINNED, CoreShare, Device, EngineOptions
 from mcinfer.errors import InvalidInputError, McinferError, PredictError
+from mcinfer.locks import Turn
 from mcinfer.model_cache.keys import ModelContent
 from mcinfer.shm.arena import SharedBlock
 from mcinfer.specs import STRING, ModelDescription, ModelSpec, TensorSpec, numpy_dtype
@@ -411,7 +412,7 @@ class ArrayEngine(Engine):
     name: str
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()
+        self.turn = Turn()
         self._stop = threading.Event()
 
     @abstractmethod

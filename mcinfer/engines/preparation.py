@@ -29,7 +29,7 @@ from typing import Any
 
 from mcinfer.checks import as_map, from_map
 from mcinfer.config import Device, EngineOptions
-from mcinfer.engines.base import Engine, EngineRequest
+from mcinfer.engines.base import EngineRequest
 from mcinfer.engines.providers import NAMES, device_error, graph_options, provider_of
 from mcinfer.errors import (
     BuildError,
@@ -42,23 +42,17 @@ from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
 from mcinfer.model_cache.cache import (
     ABOUT_FILE,
     FAILURE_FILE,
-    MANIFEST,
-    MODEL_FILE,
     Cache,
     CacheUnusableError,
     Held,
-    claim_key,
     disk_bytes,
     entry_key,
-    is_key,
-    model_content,
+    is_entry,
 )
 from mcinfer.model_cache.children import ChildFailedError, Progress, run_beside, run_child
-from mcinfer.model_cache.keys import ModelContent
+from mcinfer.model_cache.keys import ModelContent, claim_key, model_content
 from mcinfer.model_cache.onnx_files import added_inputs, check_regular, scan
 from mcinfer.private import in_words, inherited, model_name, naming_limit
-from mcinfer.protocol import MAX_NOTE, MAX_NOTES, TensorFields
-from mcinfer.specs import TensorSpec
 
 _MAX_GROWTH = 4
 _MAX_ADDED_BYTES = 1 << 30
@@ -151,11 +145,9 @@ def find_or_make(
             added_inputs(scan(request.model), names)
         except OSError as exc:
             raise BuildError(f"{request.model}: {exc}") from exc
-    entry, name = os.path.split(os.path.realpath(request.model))
-    is_entry = name == MODEL_FILE and is_key(os.path.basename(entry))
-    files = [os.path.join(entry, file) for file in (MANIFEST, ABOUT_FILE)]
-    if is_entry and all(map(os.path.exists, files)):  # a user's folder may have such a name, too
-        return Preparation(held=_adopt(Path(entry), request, runtime))
+    if is_entry(request.model):
+        entry = Path(request.model).resolve().parent
+        return Preparation(held=_adopt(entry, request, runtime))
     prepare, folder = request.options.prepare, request.options.session_config.get(FOLDER_KEY)
     if prepare == "never" or not _is_prepared_for(request):
         return Preparation()
@@ -284,41 +276,6 @@ def identity(request: EngineRequest, content: ModelContent, runtime: str) -> str
         **_graph_facts(request),
     }
     return entry_key(facts)
-
-
-def described(engine: Engine, request: EngineRequest, notes: Sequence[str] = ()) -> dict[str, Any]:
-    """What a master learns of a model that an engine has loaded: fields of BUILD_FINISH.
-
-    `notes` are further remarks for the user, before the engine's.
-
-    Raises:
-        BuildError: The model's files are others than `EngineRequest.content` says.
-    """
-    about, content = engine.description, request.content
-    facts = {
-        "inputs": _fields(engine.spec.inputs),
-        "outputs": _fields(engine.spec.outputs),
-        "weights": _fields(engine.weights),
-        "providers": engine.providers,
-        "concurrent": engine.concurrent,
-        "reaches": engine.reaches,
-        "about": dict(about.about),
-        "properties": dict(about.properties),
-        "overridable": _fields(about.overridable),
-        "provider_options": {n: dict(given) for n, given in about.provider_options.items()},
-    }
-    if content is not None:
-        if not content.unchanged():
-            raise BuildError(f"{request.model} was changed while it was loaded")
-        facts["model"] = identity(request, content, engine.version)
-        facts |= {"random": content.random, "ragged": content.ragged}
-    notes = [*notes, *(in_words(note, request.model) for note in engine.notes)]
-    facts["notes"] = tuple(note[:MAX_NOTE] for note in notes[:MAX_NOTES])
-    return facts
-
-
-def _fields(specs: Sequence[TensorSpec]) -> tuple[TensorFields, ...]:
-    return tuple((spec.name, spec.element_type, spec.shape) for spec in specs)
 
 
 def engine_folder(request: EngineRequest, runtime: Runtime) -> str | None:

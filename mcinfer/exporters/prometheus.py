@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from mcinfer.errors import ClosedError, InvalidInputError
 from mcinfer.extras import requires
-from mcinfer.locks import Lock
+from mcinfer.locks import Turn
 from mcinfer.master import Master
 from mcinfer.protocol import WorkerState
 from mcinfer.statistics import HealthState, Histogram, Statistics
@@ -180,7 +180,7 @@ class MasterCollector(Collector):
     """
 
     def __init__(self, master: Master, labels: Mapping[str, str] | None = None) -> None:
-        self._lock = Lock()
+        self._lock = Turn()
         self._names = tuple(labels) if isinstance(labels, Mapping) else ()
         self._masters: dict[Values, weakref.ref[Master]] = {}
         self.add(master, labels)

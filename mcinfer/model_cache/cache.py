@@ -6,8 +6,10 @@
                          manifest.json: format, facts, and of every other file name, size, SHA-256 and stamps
     ROOT/KEY.lock        empty; its flock says who uses or makes the entry, its mtime when it was last used
     ROOT/tmp-KEY-XXXX/   an entry that is being made or removed, or that a crash left behind
-    ROOT/background/KEY  locked by the process that prepares this model beside its users; the text in it says
-                         why that failed. Of all such processes, one at a time has ROOT/background/turn
+    ROOT/background/CLAIM
+                         locked by the process that prepares a model beside its users (`keys.claim_key`);
+                         the text in it says why that failed. One of these at a time has
+                         ROOT/background/turn
     ROOT/sources/        digests of files that models were prepared from (`keys`)
     ROOT/splits/         how models' batches are split (`split_records`)
     ROOT/engines/KEY/    what a runtime builds while it runs (TensorRT, OpenVINO on GPUs); its mtime says
@@ -45,8 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import InvalidInputError, McinferError
-from mcinfer.model_cache import file_states, is_large
-from mcinfer.model_cache.keys import ModelContent, read_content
+from mcinfer.model_cache import file_states
 from mcinfer.private import Descriptor, check_own, leads_to, take_lock
 
 MANIFEST = "manifest.json"
@@ -247,6 +248,21 @@ def _remove(folder: Path) -> None:
 # Holding an entry.
 
 
+def write_atomically(path: Path, text: str) -> None:
+    """Put a file in its place by a rename; an OSError leaves nothing of it."""
+    import tempfile  # not at every worker's start
+
+    descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
 @contextmanager
 def unusable(place: Path) -> Iterator[None]:
     """Turn an OSError, and an entry that is not sound, into a `CacheUnusableError`."""
@@ -332,32 +348,6 @@ def is_locked(folder: Path) -> bool:
     return lock is None
 
 
-# Models that are to be prepared.
-
-
-def model_content(
-    model: str, folder: str | None, *, any_format: bool = False, unless_new: bool = False
-) -> ModelContent:
-    """The content of a model, read or remembered in the cache of this user.
-
-    With `unless_new`, a model that surely was not prepared before is not read whole.
-
-    Raises as `read_content`, and as `Cache.default`, but for a cache that cannot be used.
-    """
-    memory = known = None
-    if is_large(model, folder):  # small ones are read as fast
-        with suppress(CacheUnusableError):
-            if unless_new:
-                known = Cache.default().sketches()
-            memory = Cache.default().notes("sources")
-    return read_content(model, folder=folder, memory=memory, any_format=any_format, known=known)
-
-
-def claim_key(content: ModelContent) -> str:
-    """The key of a claim to prepare a model: the same however it is to be prepared."""
-    return entry_key({"sketch": content.sketch})
-
-
 # The folder of all entries.
 
 _log = logging.getLogger("mcinfer.model_cache")
@@ -390,6 +380,16 @@ _Identity = tuple[int, int]
 def is_key(text: str) -> bool:
     """Whether a text can be the key of an entry."""
     return _KEY.fullmatch(text) is not None
+
+
+def is_entry(model: str) -> bool:
+    """Whether the path of a model is that of a prepared one."""
+    folder, name = os.path.split(os.path.realpath(model))
+    files = [os.path.join(folder, file) for file in (MANIFEST, ABOUT_FILE)]
+    # A user's folder may have such a name, too.
+    return (
+        name == MODEL_FILE and is_key(os.path.basename(folder)) and all(map(os.path.exists, files))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -572,7 +572,7 @@ class Cache:
         """Claim a model, to prepare it beside its users: one process of all has the claim.
 
         Args:
-            key: `claim_key`.
+            key: `keys.claim_key`.
 
         Returns:
             The claim, a descriptor for the caller to close or to hand on, which `settle` ends; or None if
@@ -591,8 +591,8 @@ class Cache:
         """Say of a claimed model that it is prepared, or why it could not be."""
         place = self.folder / _BACKGROUND / key
         with suppress(OSError):  # no room even for that
-            if failure:
-                place.write_text(failure, encoding="utf-8")
+            if failure:  # as another file: a process that was forked may have the lock of this one
+                write_atomically(place, failure)
             else:
                 place.unlink()
 
@@ -610,11 +610,6 @@ class Cache:
             check_own(self.folder)
             return [self._about(*stored) for stored in self._stored()]
         return []
-
-    def is_new(self, content: ModelContent) -> bool:
-        """Whether a model surely has no entry, whatever its options."""
-        known = self.sketches()
-        return known is not None and content.sketch not in known
 
     def sketches(self) -> set[str] | None:
         """The `keys.sketch` of all models that were prepared; None if that is not known of one."""

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mcinfer.errors import BuildError
-from mcinfer.model_cache import FileState, file_states
+from mcinfer.model_cache import FileState, file_states, is_large
+from mcinfer.model_cache.cache import Cache, CacheUnusableError, entry_key, write_atomically
 from mcinfer.model_cache.onnx_files import (
     OnnxFile,
     chunks,
@@ -188,16 +189,21 @@ def _recall(notes: Path) -> ModelContent | None:
         return None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Put a file in its place by a rename; an OSError leaves nothing of it."""
-    import tempfile  # not at every worker's start
+def model_content(
+    model: str,
+    folder: str | None,
+    *,
+    any_format: bool = False,
+    known: Collection[str] | None = None,
+) -> ModelContent:
+    """`read_content` with the memory of this user's cache; raises as it does, and as `Cache.default`."""
+    memory = None
+    if is_large(model, folder):  # small ones are read as fast
+        with suppress(CacheUnusableError):
+            memory = Cache.default().notes("sources")
+    return read_content(model, folder=folder, memory=memory, any_format=any_format, known=known)
 
-    descriptor, draft = tempfile.mkstemp(prefix="tmp-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
+
+def claim_key(content: ModelContent) -> str:
+    """The key of a claim to prepare a model: the same however it is to be prepared."""
+    return entry_key({"sketch": content.sketch})

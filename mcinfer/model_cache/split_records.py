@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcinfer.errors import McinferError
-from mcinfer.model_cache.cache import Cache, entry_key
-from mcinfer.model_cache.keys import write_atomically
+from mcinfer.model_cache.cache import Cache, entry_key, write_atomically
 from mcinfer.private import check_own
 from mcinfer.sharding import SaidAxes, Split
 from mcinfer.specs import ModelSpec

@@ -13,7 +13,7 @@ import os
 from typing import ClassVar
 
 from mcinfer.errors import InvalidInputError
-from mcinfer.locks import Lock
+from mcinfer.locks import Turn
 from mcinfer.model_cache.onnx_files import scan
 from mcinfer.mslite._checks import Sections
 from mcinfer.mslite._configuration import RANK_TABLE, entries_of
@@ -51,7 +51,7 @@ def is_slice(path: str) -> bool:
 class Membership:
     """The part of this process in the group of one model: joined when it is needed."""
 
-    _lock: ClassVar[Lock] = Lock()
+    _lock: ClassVar[Turn] = Turn()
     _process: ClassVar[Ranks | None] = None  # the place of all models of this process
 
     def __init__(self, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from numpy.typing import NDArray
 
 from mcinfer.errors import BuildError, ClosedError, InvalidInputError, is_refusal
-from mcinfer.locks import Lock
+from mcinfer.locks import Turn
 from mcinfer.mslite._checks import (
     Sections,
     check_elements,
@@ -72,7 +72,7 @@ class _Built:
     dims: list[list[int]]
     owner: WeightOwner | None
     fixed: str  # why its fixed sizes cannot be changed; empty if they can
-    lock: Lock = field(default_factory=Lock)
+    lock: Turn = field(default_factory=Turn)
 
 
 class Model:
@@ -83,7 +83,7 @@ class Model:
 
     def __init__(self) -> None:
         self._built: _Built | None = None
-        self._building = Lock()
+        self._building = Turn()
         self._group: ModelGroup | None = None
 
     def __str__(self) -> str:

@@ -32,9 +32,7 @@ from mcinfer.ort.errors import Unsupported
 from mcinfer.ort.providers import CPU, NOTHING_HERE
 
 if TYPE_CHECKING:
-    from mcinfer.config import PrepareKind
     from mcinfer.model_cache.cache import Held
-    from mcinfer.model_cache.keys import ModelContent
 
 PREPARE = ("background", "wait", "switch", "always", "never")
 """What the argument `prepare` of a session may be."""
@@ -101,47 +99,9 @@ def _prepared_file(
     if prepare != "always" and not is_large(path, data):
         return _SMALL, None
     # Small models need none of these modules.
-    from mcinfer.model_cache.cache import Cache, CacheUnusableError, claim_key, model_content
-
-    # Its size was looked at, and the notes say why it cannot be.
-    way: PrepareKind = "background" if prepare in ("background", "switch") else "always"
-    # To read a new model would hold its session up.
-    content = model_content(path, data, unless_new=way == "background")
-    if content.random:  # from a seed and the node's number in the graph
-        return f"{content.random} draws random numbers, others where the graph is optimised", None
-    claim, key = None, ""
-    if way == "background":
-        with suppress(CacheUnusableError):
-            cache = Cache.default()
-            if cache.is_new(content):
-                # Processes of a service start together: all but one need not load what follows.
-                claim, failure = cache.claim(key := claim_key(content))
-                if claim is None and not failure:
-                    return COMING, None
-    why, held = "", None
-    try:
-        why, held = _prepared_content(path, data, folder, options, way, content, claim)
-        return why, held
-    finally:
-        if claim is not None:
-            if why != COMING:
-                cache.settle(key)
-            os.close(claim)
-
-
-def _prepared_content(
-    path: str,
-    data: str | None,
-    folder: str,
-    options: Any,
-    way: "PrepareKind",
-    content: "ModelContent",
-    claim: int | None,
-) -> "tuple[str, Held | None]":
     from mcinfer.config import Device, EngineOptions
-    from mcinfer.engines import _onnxruntime as runtime
-    from mcinfer.engines.base import EngineRequest
-    from mcinfer.engines.preparation import OWN_COPY
+    from mcinfer.model_cache.cache import Cache, CacheUnusableError, is_entry
+    from mcinfer.model_cache.keys import claim_key, model_content
 
     try:
         passed = noted.passed(
@@ -160,19 +120,45 @@ def _prepared_content(
     for key in engine.session_config:
         if key.startswith(_UNPREPARED):
             return f"the configuration entry {key!r} was set", None
-    request = EngineRequest(
-        model=path,
-        device=Device.parse("cpu:0"),
-        content=content,
-        options=replace(
-            engine,
-            threads=1,
-            inter_op_threads=None,
-            prepare=way,
-            session_config={**engine.session_config, **({FOLDER_KEY: data} if data else {})},
-        ),
-    )
-    found = runtime.prepared(request, claim=claim)
+    is_awaited = prepare not in ("background", "switch")
+    cache, known = Cache.default(), None
+    if not is_awaited:
+        with suppress(CacheUnusableError):
+            known = cache.sketches()
+    content = model_content(path, data, known=known)  # to read a new one would hold its session up
+    if content.random:  # from a seed and the node's number in the graph
+        return f"{content.random} draws random numbers, others where the graph is optimised", None
+    claim = None
+    try:
+        if known is not None and content.sketch not in known and not is_entry(path):
+            # Of the processes of a service, which start together, one loads what prepares the model.
+            with suppress(CacheUnusableError):
+                claim, failure = cache.claim(claim_key(content))
+                if claim is None and not failure:
+                    return COMING, None
+        from mcinfer.engines import _onnxruntime as runtime
+        from mcinfer.engines.base import EngineRequest
+        from mcinfer.engines.preparation import OWN_COPY
+
+        request = EngineRequest(
+            model=path,
+            device=Device.parse("cpu:0"),
+            content=content,
+            options=replace(
+                engine,
+                threads=1,
+                inter_op_threads=None,
+                # Its size was looked at, and the notes say why it cannot be.
+                prepare="always" if is_awaited else "background",
+                session_config={**engine.session_config, **({FOLDER_KEY: data} if data else {})},
+            ),
+        )
+        found = runtime.prepared(request, claim=claim)
+        if claim is not None and not found.is_coming:
+            cache.settle(claim_key(content))
+    finally:
+        if claim is not None:
+            os.close(claim)
     if found.is_coming:
         return COMING, None
     return "; ".join(note.removeprefix(f"{OWN_COPY}: ") for note in found.notes), found.held

@@ -24,7 +24,6 @@ Ownership: the engine owns its sessions, its arena, and the group that it was gi
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -54,6 +53,7 @@ from mcinfer.errors import (
     RankDiedError,
     shortened,
 )
+from mcinfer.locks import Turn
 from mcinfer.model_cache import FOLDER_KEY
 from mcinfer.model_cache.cache import MODEL_FILE, Held
 from mcinfer.model_cache.onnx_files import check_regular
@@ -169,7 +169,7 @@ class RankEngine(Engine):
             BuildError: A rank could not load its slice, or the slices do not fit together.
             MissingDependencyError: The package onnx is needed and not installed.
         """
-        self.turn = threading.Lock()
+        self.turn = Turn()
         self.group = group
         self.parity = 1
         try:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcinfer.errors import InvalidInputError, ProtocolError
-from mcinfer.locks import Lock
+from mcinfer.locks import Turn
 from mcinfer.protocol import TensorRef, UpdateWeights, encode
 from mcinfer.requests.tensors import Copier, as_input
 from mcinfer.shm.arena import Slot
@@ -59,7 +59,7 @@ class WeightStore:
         self._by_name = {spec.name: spec for spec in specs}
         self._allocate = allocate
         self._copier = copier
-        self._updating = Lock()
+        self._updating = Turn()
         self.current = WeightVersion(number=0)
         self._alive = WeakValueDictionary({0: self.current})
 

@@ -10,8 +10,9 @@ The rules:
 
 * Every request settles exactly once.
 * Shards go to workers as `Dispatch` says: at once where nothing waits.
-* A shard whose worker died goes to another; once `MAX_TRIES` that had begun it have died, it fails. The death
-  of a worker that was ended for no fault of its own, or for another run that did not stop, does not count.
+* A shard whose worker died goes to another; once `MAX_TRIES` workers that had begun it have died, it fails.
+  The death of a worker that was ended for no fault of its own, or for another run that did not stop, does
+  not count.
 * A bad request fails alone. Requests that were joined to one run and failed, or lost their worker, run
   again apart; those that were executed at once by a worker that died do not run beside each other again.
 * A deadline that passes settles the request at once; then CANCEL, a grace period, and a kill.

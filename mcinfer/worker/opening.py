@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from mcinfer.config import CARD_KIND, CoreShare, Device
-from mcinfer.engines.adapters import open_engine
+from mcinfer.engines.adapters import described, open_engine
 from mcinfer.engines.base import Engine, EngineRequest
-from mcinfer.engines.preparation import described, readable_content
+from mcinfer.engines.preparation import readable_content
 from mcinfer.engines.wide import WideEngine
 from mcinfer.errors import McinferError
 from mcinfer.machine import format_core_list

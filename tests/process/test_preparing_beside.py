@@ -20,7 +20,7 @@ import pytest
 
 from mcinfer import Master, ort
 from mcinfer.model_cache.cache import Cache
-from mcinfer.model_cache.keys import read_content
+from mcinfer.model_cache.keys import claim_key, read_content
 from mcinfer.ort.inline import COMING
 from tests.process.scripts import PREAMBLE, Program
 from tests.process.test_inline_sessions import CPU, feed, is_mapped, write_model
@@ -130,9 +130,22 @@ def test_model_that_cannot_be_shared_leaves_no_claim(model: Path, cache: Cache) 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.save_model_format", "ONNX")
     assert "was set" in ort.InferenceSession(model, options).why_plain
-    assert os.listdir(cache.folder / "background") == []
+    assert not (cache.folder / "background").exists()
     assert ort.InferenceSession(model).why_plain == COMING
     await_entry(cache)
+
+
+def test_path_of_a_prepared_model_needs_no_claim(model: Path, cache: Cache) -> None:
+    assert ort.InferenceSession(model).why_plain == COMING
+    await_entry(cache)
+    key = ort.InferenceSession(model).prepared
+    path = cache.folder / key / "model.onnx"
+    claim, _ = cache.claim(claim_key(read_content(path)))
+    assert claim is not None
+    try:
+        assert ort.InferenceSession(path).prepared == key
+    finally:
+        os.close(claim)
 
 
 def test_process_that_was_stopped_leaves_the_claim_to_the_next_start(

@@ -34,7 +34,6 @@ import os
 import resource
 import select
 import struct
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -50,6 +49,7 @@ from numpy.typing import DTypeLike, NDArray
 from mcinfer.checks import check_seconds
 from mcinfer.config import MAX_RANKS
 from mcinfer.errors import InvalidInputError, RankDiedError, shortened
+from mcinfer.locks import Turn
 from mcinfer.private import new_memory
 from mcinfer.process import how_it_ended
 from mcinfer.ranks.collectives.base import DEFAULT_TIMEOUT, Collective, Group, closing, end_error
@@ -70,7 +70,7 @@ _LONGEST_WAIT = 86400.0
 _GROUP_BYTES = 1 << 53
 _MAX_GROUPS = 1 << 9  # the whole one, and subgroups
 _FILE_BYTES = _GROUP_BYTES * _MAX_GROUPS
-_ENLARGING = threading.Lock()
+_ENLARGING = Turn()
 
 
 class Shared:
