@@ -546,3 +546,10 @@ def test_prepared_model_and_identity_are_of_the_options_on_which_they_depend(mod
         keys = [key_of(**options) for options, _, _ in OPTIONS]
         assert [key != key_of() for key in keys] == changes
         assert len({*keys}) == 1 + sum(changes)
+
+
+def test_what_prepares_a_large_model_lets_the_service_load_it_first_for_a_bounded_time() -> None:
+    small, large, huge = (
+        preparation._loading_seconds(size) for size in (1 << 24, 1 << 28, 1 << 40)
+    )
+    assert 0.1 < small < 1 < large < huge == preparation._MAX_LOADING_SECONDS

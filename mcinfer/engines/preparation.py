@@ -20,7 +20,9 @@ import os
 import platform
 import re
 import resource
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -38,7 +40,7 @@ from mcinfer.errors import (
     MissingDependencyError,
     shortened,
 )
-from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large
+from mcinfer.model_cache import FOLDER_KEY, LEAST_PREPARED_BYTES, is_large, model_bytes
 from mcinfer.model_cache.cache import (
     ABOUT_FILE,
     FAILURE_FILE,
@@ -74,6 +76,11 @@ _SHORT_OF_SOMETHING = re.compile(
     rf"CUDA failure|CUBLAS failure|CUDNN failure|{FELL_BACK}"
 )
 """Messages of a runtime whose cause may be gone at the next try."""
+
+_LOADED_BYTES_PER_SECOND = 5e7
+_MAX_LOADING_SECONDS = 60.0
+"""How long the processes of a service that start together take to load a model. One that prepares it beside
+them needs memory of its own, for which no low priority makes it wait."""
 
 _STUCK_SECONDS = 120.0
 """Longest wait for another process that makes no progress: less than `Timeouts.start`."""
@@ -217,11 +224,17 @@ def _make_beside(
     return Preparation(is_coming=True)
 
 
+def _loading_seconds(size: int) -> float:
+    return min(size / _LOADED_BYTES_PER_SECOND, _MAX_LOADING_SECONDS)
+
+
 def make_claimed(
     _: Progress, plain: Mapping[str, Any], runtime: Mapping[str, Any], key: str
 ) -> None:
     """Prepare the model that this process has the claim of; at most one process does that at a time."""
     cache, request = Cache.default(), request_of(plain)
+    with suppress(McinferError, OSError):
+        time.sleep(_loading_seconds(model_bytes(request.model)))
     turn = cache.await_turn()
     try:
         content = content_of(request)
