@@ -21,13 +21,9 @@ class Lock(_RLock):  # type: ignore[misc, valid-type]
 
 
 class Turn(Lock):
-    """The same for what a handler must not enter again: it gets an error, where it would wait for itself.
-
-    Raises:
-        RuntimeError: The thread holds it.
-    """
+    """The same for what its holder must not enter again: it gets a RuntimeError, in place of a wait."""
 
     def __enter__(self) -> None:
         if self._is_owned():
-            raise RuntimeError("a signal's handler called what it has interrupted")
+            raise RuntimeError("a signal's handler, or a finalizer, called what it has interrupted")
         self._taken  # noqa: B018

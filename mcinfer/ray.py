@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from mcinfer.config import INLINE, Device, EngineOptions, Parallel, parse_devices
 from mcinfer.errors import ClosedError, InvalidInputError, QueueFullError
 from mcinfer.extras import requires
-from mcinfer.locks import Turn
+from mcinfer.locks import Lock
 from mcinfer.machine import whole_cpus
 from mcinfer.master import Master
 from mcinfer.private import SerializableModel
@@ -108,7 +108,7 @@ class Predictor:
 
     def _prepare(self) -> None:
         """Set up what is not pickled."""
-        self._lock = Turn()
+        self._lock = Lock()
         self._master: Master | None = None
         self._closed = False
 
@@ -138,6 +138,9 @@ class Predictor:
                         "batches. Give map_batches the class (Predictor, fn_constructor_args=...)"
                     )
                 self._master = self._new_master().start()
+                if self._closed:  # by a signal's handler
+                    self.close()
+                    raise ClosedError("the predictor was closed while it was starting")
             return self._master
 
     def _new_master(self) -> Master:

@@ -208,8 +208,8 @@ def _make_beside(
     if claim is not None:
 
         def failed(error: str) -> None:
-            _log.warning("%s could not be prepared: %s", name, error)
             cache.settle(key, error)  # one that was killed has not said so
+            _log.warning("%s could not be prepared: %s", name, error)
 
         try:
             run_beside(
@@ -233,8 +233,12 @@ def make_claimed(
 ) -> None:
     """Prepare the model that this process has the claim of; at most one process does that at a time."""
     cache, request = Cache.default(), request_of(plain)
+    folder = request.options.session_config.get(FOLDER_KEY)
     with suppress(McinferError, OSError):
-        time.sleep(_loading_seconds(model_bytes(request.model)))
+        time.sleep(_loading_seconds(model_bytes(request.model, folder)))
+    if not os.path.exists(request.model):  # a file of a moment: no failure to note for an hour
+        cache.settle(key)
+        return
     turn = cache.await_turn()
     try:
         content = content_of(request)

@@ -212,17 +212,32 @@ def test_failure_is_said_once_and_not_tried_again_at_each_start(
     assert ort.InferenceSession(path).why_plain == COMING
     wait_until(beside, timeout=PATIENCE)
     path.rename(away)
+    path.mkdir()
     slow()
     wait_until(lambda: caplog.records and not beside(), timeout=PATIENCE)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "could not be prepared: " in record.getMessage()
+    path.rmdir()
     away.rename(path)
     again = ort.InferenceSession(path)
     assert again.why_plain.startswith("it could not be prepared lately: ")
     assert not beside()
     (key,) = {*os.listdir(cache.folder / "background")} - {"turn"}
     os.utime(cache.folder / "background" / key, (0, 0))  # long ago
+    assert ort.InferenceSession(path).why_plain == COMING
+    await_entry(cache)
+
+
+def test_model_of_a_moment_is_no_failure(
+    tmp_path: Path, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, away = write_model(tmp_path / "model.onnx", 0.5), tmp_path / "away.onnx"
+    assert ort.InferenceSession(path).why_plain == COMING
+    path.rename(away)
+    wait_until(lambda: not waits("mcinfer-beside"), timeout=PATIENCE)
+    assert (cache.entries(), caplog.records) == ([], [])
+    away.rename(path)
     assert ort.InferenceSession(path).why_plain == COMING
     await_entry(cache)
 
